@@ -1,0 +1,299 @@
+"""Ranks for tests: `run_ranks` makes real processes, `run_threads` makes threads; both end under a watchdog with a message.
+
+A rank's function is `fn(rank, *args)`, defined at a module's top level (it travels by pickle). Whatever happens to a rank
+(exception, exit, signal, hang) fails the test with a text that says which rank, what, and where it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from rank_process import RankSetup, Report, rank_main
+
+# Imported once in the forkserver, so that a rank costs a fork instead of seconds. Nothing here may start a thread or compute.
+_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch._inductor.compile_fx", "torch_gpusync", "pytest"]
+_GRACE = 5.0  # seconds that the other ranks get to report after one has failed, and to exit after all have reported
+
+
+class RankError(AssertionError):
+    """At least one rank did not do what it should.
+
+    Attributes: `failed` maps each failed rank to a one-line reason; `stuck` lists the ranks that were still running when
+    they were ended. The text adds tracebacks, stacks and the tail of each such rank's output.
+    """
+
+    def __init__(self, text: str, failed: Mapping[int, str], stuck: Collection[int]) -> None:
+        super().__init__(text)
+        self.failed = dict(failed)
+        self.stuck = sorted(stuck)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Stands for the result of a rank that the test meant to lose. `exitcode` is negative for a signal, as in `Process`."""
+
+    exitcode: int | None
+
+
+class _Rank:
+    """One rank's process as the parent sees it."""
+
+    def __init__(self, setup: RankSetup, payload: bytes) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        self.setup = setup
+        self.pipe: Connection
+        self.pipe, theirs = context.Pipe(duplex=True)
+        self.process: ForkServerProcess = context.Process(
+            target=rank_main, args=(setup, payload, theirs), name=f"rank {setup.rank}", daemon=True
+        )
+        self.process.start()
+        theirs.close()
+        self.report: Report | None = None
+        self.reason: str | None = None  # set when the rank failed
+        self.detail = ""
+        self.stuck = False
+
+    @property
+    def settled(self) -> bool:
+        return self.report is not None or self.reason is not None
+
+    def receive(self) -> None:
+        """Takes the report, or finds out how the rank died. Called when its pipe or its sentinel is ready."""
+        try:
+            self.report = pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self.process.join(_GRACE)
+            self.reason = _describe_exit(self.process.exitcode)
+            return
+        assert self.report is not None
+        if self.report.error is not None:
+            self.reason, self.detail = f"raised {self.report.error}", self.report.trace or ""
+
+    def dump_and_stop(self, waited: float) -> None:
+        """Ends a rank that did not report in time; its stacks say where it was."""
+        self.stuck = True
+        self.reason = f"stuck: no result after {waited:.1f} s"
+        before = _size(self.setup.stacks)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGUSR1)
+        limit = time.monotonic() + (0.0 if _process_state(self._pid).startswith("T") else 2.0)  # stopped: no dump
+        size = before
+        while time.monotonic() < limit:
+            time.sleep(0.02)
+            last, size = size, _size(self.setup.stacks)
+            if size > before and size == last:
+                break
+        self.detail = _read(self.setup.stacks)[before:]
+        if not self.detail:
+            self.detail = f"no stack: process state {_process_state(self._pid)}\n"
+        self.kill()
+
+    def dismiss(self) -> None:
+        """Lets a rank that has reported leave; it fails the test if it cannot."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.pipe.send_bytes(b"leave")
+
+    def await_exit(self, limit: float) -> None:
+        self.process.join(max(0.0, limit - time.monotonic()))
+        if self.reason is not None:
+            return
+        if self.process.exitcode is None:
+            self.dump_and_stop(_GRACE)
+            self.reason = "returned a result, then did not exit"
+        elif self.process.exitcode != 0:
+            self.reason = f"returned a result, then {_describe_exit(self.process.exitcode)}"
+
+    def kill(self) -> None:
+        if self.process.exitcode is None:
+            for end in (os.killpg, os.kill):  # the process group exists only once the rank has called setsid
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    end(self._pid, signal.SIGKILL)
+            self.process.join(_GRACE)
+
+    def close(self) -> None:
+        self.kill()
+        self.pipe.close()
+        self.process.close()
+
+    @property
+    def _pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    process_group: bool = True,
+    backend: str = "gloo",
+    env: Mapping[str, str] | None = None,
+    lost: Collection[int] = (),
+) -> list[Any]:
+    """Runs `fn(rank, *args)` in `world_size` new processes and returns the results, one per rank.
+
+    Each rank has one OpenMP thread and, with `process_group`, a c10d process group over a TCPStore that this process hosts
+    on loopback. `env` is set in the ranks before `fn` runs. `timeout` is in seconds and covers everything. Ranks in `lost`
+    are meant not to return: they may die or hang, are ended when the others are done, and yield `Lost`.
+    Raises RankError.
+    """
+    payload = pickle.dumps((fn, args))
+    started = time.monotonic()
+    ranks: list[_Rank] = []
+    with tempfile.TemporaryDirectory(prefix="gpusync-ranks-") as folder, _store(process_group, timeout) as port:
+        try:
+            for rank in range(world_size):
+                setup = RankSetup(
+                    rank, world_size, timeout, f"{folder}/{rank}.log", f"{folder}/{rank}.stacks", port, backend, env or {}
+                )
+                ranks.append(_Rank(setup, payload))
+            _collect(ranks, started, started + timeout, lost)
+            _raise_failures(ranks, lost)
+            return [Lost(r.process.exitcode) if r.report is None else _result(r.report) for r in ranks]
+        finally:  # also on Ctrl-C
+            for each in ranks:
+                each.close()
+
+
+def _collect(ranks: list[_Rank], started: float, deadline: float, lost: Collection[int]) -> None:
+    """Waits until every needed rank has settled; ends those that have not at the deadline, or soon after a failure."""
+    needed = [r for r in ranks if r.setup.rank not in lost]
+    hurried = False
+    while any(not r.settled for r in needed):
+        if not hurried and any(r.reason is not None for r in needed):
+            deadline, hurried = min(deadline, time.monotonic() + _GRACE), True
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        running = [r for r in ranks if not r.settled]
+        ready = wait([r.pipe for r in running] + [r.process.sentinel for r in running], timeout=left)
+        for r in running:
+            if r.pipe in ready or r.process.sentinel in ready:
+                r.receive()
+    for r in needed:
+        if not r.settled:
+            r.dump_and_stop(time.monotonic() - started)
+    for r in ranks:
+        if r.report is None:
+            r.kill()
+        else:
+            r.dismiss()
+    limit = time.monotonic() + _GRACE
+    for r in needed:
+        if r.report is not None:
+            r.await_exit(limit)
+
+
+def _raise_failures(ranks: list[_Rank], lost: Collection[int]) -> None:
+    bad = [r for r in ranks if r.reason is not None and not (r.setup.rank in lost and r.report is None)]
+    if not bad:
+        return
+    parts = [f"{len(bad)} of {len(ranks)} ranks failed"]
+    parts += [f"rank {r.setup.rank} {r.reason}" for r in bad]
+    for r in bad:
+        parts.append(f"--- rank {r.setup.rank} {r.reason}\n{r.detail.rstrip()}")
+        if tail := "\n".join(_read(r.setup.log).splitlines()[-40:]):
+            parts.append(f"--- rank {r.setup.rank}, its last output:\n{tail}")
+    stuck = [r.setup.rank for r in bad if r.stuck]
+    raise RankError("\n".join(parts), {r.setup.rank: r.reason or "" for r in bad}, stuck)
+
+
+def _result(report: Report) -> Any:
+    assert report.result is not None
+    return pickle.loads(report.result)
+
+
+def _describe_exit(code: int | None) -> str:
+    if code is None:
+        return "closed its pipe and is still running"
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"exited with code {code} and no result"
+
+
+def _process_state(pid: int) -> str:
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        if line.startswith("State:"):
+            return line.split(":", 1)[1].strip()
+    return "unknown"
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0
+
+
+@contextlib.contextmanager
+def _store(wanted: bool, timeout: float) -> Iterator[int | None]:
+    """Hosts the ranks' TCPStore here, so that it outlives any rank; yields its port."""
+    if not wanted:
+        yield None
+        return
+    from torch.distributed import TCPStore
+
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+    )
+    yield store.port
+
+
+def run_threads(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Runs `fn(rank, *args)` in `n` threads of this process and returns the results, one per rank.
+
+    Raises RankError with a traceback of each rank that raised, and at the deadline with the stack of each that is stuck.
+    A stuck thread cannot be ended: where a wait may be unbounded, call this inside `run_ranks(..., 1)`.
+    """
+    results: list[Any] = [None] * n
+    errors: dict[int, tuple[str, str]] = {}
+
+    def body(rank: int) -> None:
+        try:
+            results[rank] = fn(rank, *args)
+        except BaseException as error:
+            last = traceback.format_exception_only(type(error), error)[-1].strip()
+            errors[rank] = (f"raised {last}", traceback.format_exc())
+
+    threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(n)]
+    started = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, started + timeout - time.monotonic()))
+    stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    for rank in stuck:
+        frame = sys._current_frames().get(threads[rank].ident or 0)
+        stack = "".join(traceback.format_stack(frame)) if frame else "no Python frame\n"
+        errors[rank] = (f"stuck: no result after {time.monotonic() - started:.1f} s", stack)
+    if errors:
+        parts = [f"{len(errors)} of {n} ranks (threads) failed"]
+        parts += [f"rank {rank} {reason}" for rank, (reason, _) in sorted(errors.items())]
+        parts += [f"--- rank {rank} {reason}\n{detail.rstrip()}" for rank, (reason, detail) in sorted(errors.items())]
+        raise RankError("\n".join(parts), {rank: reason for rank, (reason, _) in errors.items()}, stuck)
+    return results
