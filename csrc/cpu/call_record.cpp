@@ -1,0 +1,97 @@
+#include "call_record.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+namespace gpusync::cpu {
+
+void CallRing::write(const CallRecord& record) {
+  uint64_t words[kRecordWords];
+  std::memcpy(words, &record, sizeof record);
+  // Calls without a payload, the frequent ones, fit the first two words.
+  const uint32_t used = record.ndim == 0 ? 2 : kRecordWords;
+  uint64_t* target = m_words[record.number % kRecords];
+  for (uint32_t i = 0; i < used; ++i) {
+    std::atomic_ref<uint64_t>(target[i]).store(words[i], std::memory_order_relaxed);
+  }
+}
+
+CallRecord CallRing::read(uint32_t number) const {
+  uint64_t words[kRecordWords];
+  auto* source = const_cast<uint64_t*>(m_words[number % kRecords]);
+  for (uint32_t i = 0; i < kRecordWords; ++i) {
+    words[i] = std::atomic_ref<uint64_t>(source[i]).load(std::memory_order_relaxed);
+  }
+  CallRecord record;
+  std::memcpy(&record, words, sizeof record);
+  return record;
+}
+
+const char* name(Op op) {
+  switch (op) {
+    case Op::kNone: return "nothing";
+    case Op::kBarrier: return "barrier";
+    case Op::kSignal: return "signal";
+    case Op::kWaitSignal: return "wait_signal";
+    case Op::kPullStart: return "pull_start";
+    case Op::kPullEnd: return "pull_end";
+    case Op::kPushEpoch: return "push_epoch";
+    case Op::kPushExit: return "push_exit";
+    case Op::kPut: return "put";
+    case Op::kGet: return "get";
+    case Op::kAllReduce: return "all_reduce";
+  }
+  return "unknown op";
+}
+
+const char* name(DType dtype) {
+  switch (dtype) {
+    case DType::kNone: return "";
+    case DType::kFloat32: return "f32";
+    case DType::kFloat64: return "f64";
+    case DType::kFloat16: return "f16";
+    case DType::kBFloat16: return "bf16";
+    case DType::kInt32: return "i32";
+    case DType::kInt64: return "i64";
+    case DType::kOther: return "bytes";
+  }
+  return "unknown dtype";
+}
+
+const char* name(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum: return "sum";
+    case ReduceOp::kMax: return "max";
+    case ReduceOp::kMin: return "min";
+  }
+  return "unknown reduce_op";
+}
+
+const char* name(Algo algo) {
+  switch (algo) {
+    case Algo::kNone: return "";
+    case Algo::kPullOneShot: return "pull_one_shot";
+  }
+  return "unknown algo";
+}
+
+std::string describe(const CallRecord& record) {
+  std::string text = name(record.op);
+  if (record.dtype != DType::kNone) {
+    text += std::string(" ") + name(record.dtype) + "[";
+    const uint32_t dims = std::min<uint32_t>(record.ndim, kRecordedDims);
+    for (uint32_t i = 0; i < dims; ++i) text += (i ? ", " : "") + std::to_string(record.sizes[i]);
+    text += record.ndim > kRecordedDims ? ", ...]" : "]";
+  }
+  if (record.op == Op::kAllReduce) text += std::string(" ") + name(record.reduce_op) + " " + name(record.algo);
+  std::string rest;
+  if (record.channel >= 0) rest += "channel=" + std::to_string(record.channel);
+  if (record.peer >= 0) rest += (rest.empty() ? "rank=" : ", rank=") + std::to_string(record.peer);
+  if (record.op == Op::kBarrier || record.op == Op::kPullEnd) {
+    rest += record.fence ? ", fence=True" : ", fence=False";
+  }
+  return rest.empty() ? text : text + "(" + rest + ")";
+}
+
+}  // namespace gpusync::cpu

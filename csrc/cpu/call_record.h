@@ -1,0 +1,51 @@
+// What a rank called, kept where its peers can read it: only for error messages and the flight record.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "gpusync/fingerprint.h"
+
+namespace gpusync::cpu {
+
+inline constexpr uint32_t kRecordedDims = 6;
+
+struct CallRecord {
+  uint32_t number = 0;  // the rank's calls on this group, from 1
+  Op op = Op::kNone;
+  DType dtype = DType::kNone;
+  ReduceOp reduce_op = ReduceOp::kSum;
+  Algo algo = Algo::kNone;
+  int16_t channel = -1;  // -1: none (collectives have pads of their own)
+  int16_t peer = -1;     // of signal, wait_signal, put, get
+  uint8_t ndim = 0;      // of the payload; beyond kRecordedDims only the first are kept
+  bool fence = false;
+  uint16_t unused = 0;
+  int64_t sizes[kRecordedDims] = {};
+};
+
+inline constexpr uint32_t kRecordWords = 8;
+static_assert(sizeof(CallRecord) == kRecordWords * sizeof(uint64_t));
+
+/// The last calls of one rank. Written by that rank alone, read by anybody at any time: single words are atomic, a
+/// record as a whole may be torn, which a message can live with.
+class CallRing {
+ public:
+  static constexpr uint32_t kRecords = 16;
+
+  void write(const CallRecord& record);
+  CallRecord read(uint32_t number) const;
+
+ private:
+  uint64_t m_words[kRecords][kRecordWords];
+};
+
+const char* name(Op op);
+const char* name(DType dtype);
+const char* name(ReduceOp op);
+const char* name(Algo algo);
+
+/// For example `811 all_reduce bf16[32, 4096]` without the number: op, payload, then what else tells calls apart.
+std::string describe(const CallRecord& record);
+
+}  // namespace gpusync::cpu

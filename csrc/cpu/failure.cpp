@@ -1,0 +1,187 @@
+// How a group breaks: one decision for all ranks, and the words for it.
+//
+// A rank whose wait expires may not simply leave: a late peer could then find all arrivals in place and pass a barrier
+// that others have given up. So the first to expire moves the group's state to kDeciding and looks at its slots once
+// more. A rank whose wait is complete looks at the state after its own arrival; stores, scan and state are sequentially
+// consistent, hence either the scan sees the late arrival (the group lives on and everybody passes) or the late rank
+// sees the decision. test/model/ explores it.
+#include <signal.h>
+#include <time.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+
+#include "futex.h"
+#include "group.h"
+
+namespace gpusync::cpu {
+namespace {
+
+// A decision takes microseconds; a rank that is stopped or dies in the middle must not hold the others for ever.
+constexpr auto kDecisionLimit = std::chrono::seconds(1);
+
+std::string seconds(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", value);
+  return text;
+}
+
+/// The kernel's one-letter state of a process ('R', 'S', 'T', 'Z', ...), 0 when there is none.
+char process_state(int32_t pid) {
+  std::ifstream stat("/proc/" + std::to_string(pid) + "/stat");
+  std::string line;
+  if (!std::getline(stat, line)) return 0;
+  const size_t name_end = line.rfind(')');
+  return name_end != std::string::npos && name_end + 2 < line.size() ? line[name_end + 2] : 0;
+}
+
+bool is_dead(int32_t pid) {
+  if (kill(pid, 0) != 0 && errno == ESRCH) return true;
+  const char state = process_state(pid);
+  return state == 'Z' || state == 'X';
+}
+
+}  // namespace
+
+bool Group::is_gone(uint32_t rank) const {
+  const int32_t pid = std::atomic_ref<int32_t>(page(rank).pid).load(std::memory_order_acquire);
+  return pid == -1 || (pid > 0 && m_config.pids_visible && is_dead(pid));
+}
+
+std::string Group::describe_rank(uint32_t rank) const {
+  const RankPage& peer = page(rank);
+  const int32_t pid = std::atomic_ref<int32_t>(const_cast<int32_t&>(peer.pid)).load(std::memory_order_acquire);
+  std::string text = std::to_string(rank) + " (";
+  if (pid == 0) return text + "has not opened the group)";
+  text += "global " + std::to_string(peer.global_rank) + ", host " + peer.host + ", ";
+  if (pid == -1) {
+    text += "has closed the group";
+  } else {
+    text += "pid " + std::to_string(pid);
+    if (m_config.pids_visible) {
+      text += is_dead(pid) ? ", dead" : process_state(pid) == 'T' ? ", stopped" : ", alive";
+    }
+  }
+  const uint32_t calls = std::atomic_ref<uint32_t>(const_cast<uint32_t&>(peer.calls)).load(std::memory_order_relaxed);
+  if (calls == 0) return text + "; no call yet)";
+  return text + "; last call " + std::to_string(calls) + " " + describe(peer.ring.read(calls)) + ")";
+}
+
+bool Group::move_state(State from, State to) {
+  return std::atomic_ref<uint32_t>(group_page().state).compare_exchange_strong(from.word, to.word, std::memory_order_seq_cst);
+}
+
+Group::Verdict Group::give_up(Reason reason, const CallRecord& call, double waited,
+                              const std::function<uint64_t()>& missing) {
+  const State before = state();
+  const State deciding = before.with(m_config.rank, Phase::kDeciding);
+  if (before.phase() != Phase::kOk || !move_state(before, deciding)) {
+    return settle() ? Verdict::kRetry : Verdict::kBroken;
+  }
+  const uint64_t absent = missing();
+  if (reason == Reason::kTimeout && absent == 0) {
+    return move_state(deciding, before) ? Verdict::kComplete : Verdict::kBroken;
+  }
+  write_failure(reason, call, waited, absent);
+  move_state(deciding, deciding.with(m_config.rank, Phase::kBroken));
+  for (uint32_t r = 0; r < m_config.world_size; ++r) ring_doorbell(r);
+  return Verdict::kBroken;
+}
+
+bool Group::settle() {
+  const auto limit = std::chrono::steady_clock::now() + kDecisionLimit;
+  for (;;) {
+    const State now = state();
+    if (now.phase() != Phase::kDeciding) return now.phase() == Phase::kOk;
+    if (std::chrono::steady_clock::now() > limit) {
+      // The deciding rank is gone or stopped. Should it come back, its own move fails, for the state is no longer its.
+      move_state(now, now.with(now.rank(), Phase::kBroken));
+    }
+    const timespec pause{0, 100'000};
+    nanosleep(&pause, nullptr);
+  }
+}
+
+void Group::write_failure(Reason reason, const CallRecord& call, double waited, uint64_t missing) {
+  FailureRecord& record = group_page().failure;
+  record.reason = reason;
+  record.rank = m_config.rank;
+  record.missing = missing;
+  record.waited_us = static_cast<uint64_t>(waited * 1e6);
+  record.call = call;
+  for (uint32_t r = 0; r < m_config.world_size; ++r) {
+    const uint32_t calls = std::atomic_ref<uint32_t>(page(r).calls).load(std::memory_order_relaxed);
+    record.calls[r] = calls == 0 ? CallRecord{} : page(r).ring.read(calls);
+  }
+  const RankPage& mine = page(m_config.rank);
+  std::string text = std::string(name(call.op)) + "(group='" + m_config.name + "', ";
+  if (call.channel >= 0) text += "channel=" + std::to_string(call.channel) + ", ";
+  text += "call " + std::to_string(call.number) + ") on rank " + std::to_string(m_config.rank) + " (global " +
+          std::to_string(mine.global_rank) + ", host " + mine.host + ", pid " + std::to_string(mine.pid) + ") ";
+  switch (reason) {
+    case Reason::kTimeout: {
+      text += "waited " + seconds(waited) + " for rank ";
+      const char* separator = "";
+      for (uint32_t r = 0; r < m_config.world_size; ++r) {
+        if ((missing >> r & 1) == 0) continue;
+        text += separator + describe_rank(r);
+        separator = ", rank ";
+      }
+      break;
+    }
+    case Reason::kMismatch: {
+      text += "does not match what other ranks called:";
+      const char* separator = " rank ";
+      for (uint32_t r = 0; r < m_config.world_size; ++r) {
+        text += separator + std::to_string(r) + " call " + std::to_string(record.calls[r].number) + " " +
+                describe(record.calls[r]);
+        separator = "; rank ";
+      }
+      break;
+    }
+    case Reason::kInterrupted:
+    case Reason::kNone: text += "was interrupted by SIGINT after " + seconds(waited); break;
+  }
+  std::snprintf(record.text, sizeof record.text, "%s", text.c_str());
+}
+
+const FailureRecord* Group::failure() const {
+  return state().phase() == Phase::kBroken ? &group_page().failure : nullptr;
+}
+
+std::string Group::failure_text() const {
+  const FailureRecord& record = group_page().failure;
+  if (record.reason != Reason::kNone) return record.text;
+  return "group '" + m_config.name + "': rank " + std::to_string(state().rank()) +
+         " found that a wait had expired and then died or was stopped before it could say more";
+}
+
+void Group::throw_broken(const CallRecord& call) {
+  const FailureRecord& record = group_page().failure;
+  std::string text = failure_text();
+  const bool mine = record.reason != Reason::kNone && record.rank == m_config.rank && record.call.number == call.number;
+  if (!mine) {
+    text = describe(call) + " on rank " + std::to_string(m_config.rank) + " stopped because group '" + m_config.name +
+           "' is broken: " + text;
+  }
+  throw std::runtime_error("gpusync: " + text + ". The group stays broken until it is closed and made again on all ranks");
+}
+
+std::string Group::dump() const {
+  std::string text;
+  for (uint32_t r = 0; r < m_config.world_size; ++r) {
+    text += "rank " + describe_rank(r) + "\n";
+    const uint32_t calls = std::atomic_ref<uint32_t>(page(r).calls).load(std::memory_order_relaxed);
+    const uint32_t kept = std::min(calls, CallRing::kRecords);
+    for (uint32_t number = calls - kept + 1; number != calls + 1; ++number) {
+      text += "  call " + std::to_string(number) + " " + describe(page(r).ring.read(number)) + "\n";
+    }
+  }
+  return text;
+}
+
+}  // namespace gpusync::cpu

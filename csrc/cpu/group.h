@@ -1,0 +1,158 @@
+// One rank's view of a group whose ranks are processes (or threads) that share memory. No torch here: tensors have
+// become pointers before (../cpu_kernels.cpp), and errors leave as std::runtime_error.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "gpusync/pull_controller.h"
+#include "gpusync/push_controller.h"
+#include "pages.h"
+
+namespace gpusync::cpu {
+
+class Wait;
+
+struct GroupConfig {
+  std::string name;
+  uint32_t rank;
+  uint32_t world_size;
+  uint32_t channels;
+  size_t staging_bytes;  // both halves of one rank
+  double timeout;        // seconds
+  int32_t global_rank;
+  std::string host;
+  bool pids_visible;  // can this process look up its peers' process ids?
+};
+
+/// A symmetric buffer: every rank's part has the same shape and lies `stride` bytes after the one before.
+struct Buffer {
+  std::string name;
+  std::vector<int64_t> shape;
+  DType dtype;
+  int64_t scalar_type;  // torch's number, carried for the caller
+  size_t item_bytes;
+  uint64_t numel;
+  char* base;
+  size_t stride;
+  std::shared_ptr<void> keep_alive;
+};
+
+/// What a collective works on: `numel` contiguous elements.
+struct Payload {
+  DType dtype;
+  uint64_t numel;
+  std::vector<int64_t> sizes;
+};
+
+class Group {
+ public:
+  /// `memory`: Layout's total_bytes(), shared by all ranks, zero before the first of them opened it.
+  Group(GroupConfig config, void* memory, std::shared_ptr<void> keep_alive);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  // --- sync.cpp: each is one call of a controller; throws when the wait is given up or the group is broken.
+  void barrier(int64_t channel, bool fence);
+  void pull_start(int64_t channel);
+  void pull_end(int64_t channel, bool fence);
+  void signal(int64_t destination, int64_t channel);
+  void wait_signal(int64_t source, int64_t channel);
+  uint32_t push_epoch(int64_t channel);
+  void push_exit(int64_t channel);
+
+  // --- buffers.cpp
+  void add_buffer(Buffer buffer);
+  const Buffer& buffer(const std::string& name) const;
+  void put(const Buffer& buffer, int64_t rank, int64_t offset, const void* source, const Payload& payload);
+  void get(const Buffer& buffer, int64_t rank, int64_t offset, void* target, const Payload& payload);
+
+  // --- collectives.cpp
+  void all_reduce(const void* input, void* output, const Payload& payload, ReduceOp reduce_op, Algo algo);
+
+  // --- failure.cpp
+  enum class Verdict { kComplete, kRetry, kBroken };
+  /// What an expired wait does: decides, once for the whole group, whether it is broken. `missing` scans the wait's own
+  /// slots anew. kComplete: they had all come; kRetry: another rank decided that the group lives on.
+  Verdict give_up(Reason reason, const CallRecord& call, double waited, const std::function<uint64_t()>& missing);
+  /// Waits for a decision under way (bounded, should the deciding rank die). True: the group is not broken.
+  bool settle();
+  [[noreturn]] void throw_broken(const CallRecord& call);
+  /// Is it hopeless to wait for `rank`: its process is gone, or it has closed the group?
+  bool is_gone(uint32_t rank) const;
+  /// Null while the group is not broken.
+  const FailureRecord* failure() const;
+  std::string failure_text() const;
+  /// The last calls of every rank, oldest first, as text.
+  std::string dump() const;
+
+  /// Starts a call: refuses it in a forked child and on a broken group, numbers it, and records it for the peers.
+  void begin(CallRecord& call);
+  /// begin(), then `body(wait)`, then the check that no peer has given up what `body` completed.
+  template <class Body>
+  void synchronize(CallRecord call, uint64_t awaited, Body&& body);
+
+  // --- what the above and Wait share
+  const GroupConfig& config() const { return m_config; }
+  uint32_t world_size() const { return m_config.world_size; }
+  uint32_t rank() const { return m_config.rank; }
+  uint64_t all_ranks() const { return ~uint64_t{0} >> (kMaxRanks - m_config.world_size); }
+  double timeout() const { return m_timeout.load(std::memory_order_relaxed); }
+  void set_timeout(double seconds) { m_timeout.store(seconds, std::memory_order_relaxed); }
+  int spins() const { return m_spins; }
+  RankPage& page(uint32_t rank) const { return *at<RankPage>(m_layout.rank_page(rank)); }
+  State state() const {
+    return {std::atomic_ref<uint32_t>(group_page().state).load(std::memory_order_seq_cst)};
+  }
+  /// Wakes `rank` should it sleep; after a publish to it.
+  void ring_doorbell(uint32_t rank) const;
+  /// How many calls this rank has made.
+  uint32_t calls() const { return std::atomic_ref<uint32_t>(page(m_config.rank).calls).load(std::memory_order_relaxed); }
+  /// Sets every counter of this rank, and what its peers have told it, to `epoch`, as if so many calls had been made.
+  /// For tests of wrap-around, on all ranks and before the first call.
+  void preset(uint32_t epoch);
+
+ private:
+  template <class T>
+  T* at(size_t offset) const {
+    return reinterpret_cast<T*>(static_cast<char*>(m_memory) + offset);
+  }
+  GroupPage& group_page() const { return *at<GroupPage>(0); }
+  Channel& channel(uint32_t rank, uint32_t channel) const { return *at<Channel>(m_layout.channel(rank, channel)); }
+  uint32_t checked_channel(int64_t channel) const;
+  uint32_t checked_rank(int64_t rank) const;
+  bool move_state(State from, State to);
+  void write_failure(Reason reason, const CallRecord& call, double waited, uint64_t missing);
+  std::string describe_rank(uint32_t rank) const;
+  char* staging(uint32_t rank, uint32_t half) const { return at<char>(m_layout.staging(rank, half)); }
+  bool all_reduce_one_shot(const char* input, char* output, uint64_t numel, DType dtype, ReduceOp reduce_op, uint32_t key,
+                           Wait& wait);
+
+  GroupConfig m_config;
+  void* m_memory;
+  std::shared_ptr<void> m_keep_alive;
+  Layout m_layout;
+  std::atomic<double> m_timeout;
+  int m_spins;
+  unsigned m_fork_generation;
+  uint32_t m_skipped = 0;  // zero-size collectives so far
+  std::deque<PullController> m_pull;      // one for each channel, the collectives' last
+  std::deque<SignalController> m_signal;  // one for each of the user's channels
+  std::deque<PushController> m_push;
+  mutable std::deque<std::mutex> m_channel_mutex;  // threads of this process on one channel take turns
+  mutable std::shared_mutex m_buffers_mutex;
+  std::unordered_map<std::string, std::unique_ptr<Buffer>> m_buffers;
+};
+
+}  // namespace gpusync::cpu

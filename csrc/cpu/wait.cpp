@@ -1,0 +1,85 @@
+#include "wait.h"
+
+#include <sched.h>
+
+#include <algorithm>
+
+#include "futex.h"
+
+namespace gpusync::cpu {
+namespace {
+
+constexpr int kYields = 20;
+
+// The longest sleep: what a wait has to notice by itself (SIGINT taken by another thread, a new timeout, a peer that is
+// gone) it notices within this time.
+constexpr double kNap = 0.05;
+
+/// Raises `sleepers` of my page for as long as I may sleep.
+class Sleeper {
+ public:
+  explicit Sleeper(RankPage& page) : m_sleepers(page.sleepers) { m_sleepers.fetch_add(1, std::memory_order_seq_cst); }
+  ~Sleeper() { m_sleepers.fetch_sub(1, std::memory_order_seq_cst); }
+  Sleeper(const Sleeper&) = delete;
+  Sleeper& operator=(const Sleeper&) = delete;
+
+ private:
+  std::atomic_ref<uint32_t> m_sleepers;
+};
+
+}  // namespace
+
+bool Wait::until_slowly(const Semaphore& mine, uint32_t peer, uint64_t expected) {
+  if (!m_start) m_start = std::chrono::steady_clock::now();
+  for (int i = 0; i < kYields; ++i) {
+    switch (compare(mine.acquire_from(peer), expected)) {
+      case Seen::kArrived: return true;
+      case Seen::kMismatch: return sleep_until(mine, peer, expected);
+      case Seen::kNotYet: sched_yield();
+    }
+  }
+  return sleep_until(mine, peer, expected);
+}
+
+bool Wait::sleep_until(const Semaphore& mine, uint32_t peer, uint64_t expected) {
+  RankPage& page = m_group.page(m_group.rank());
+  const InterruptWatch interrupt;
+  const Sleeper sleeper(page);
+  for (;;) {
+    const uint32_t event = std::atomic_ref<uint32_t>(page.event).load(std::memory_order_seq_cst);
+    const Seen seen = compare(mine.acquire_from(peer), expected);
+    if (seen == Seen::kArrived) return true;
+    if (m_group.state().phase() != Phase::kOk && !m_group.settle()) return false;
+
+    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - *m_start;
+    const double left = m_group.timeout() - waited.count();
+    Reason reason = Reason::kNone;
+    if (seen == Seen::kMismatch) {
+      reason = Reason::kMismatch;
+    } else if (interrupt.interrupted()) {
+      reason = Reason::kInterrupted;
+    } else if (left <= 0 || m_group.is_gone(peer)) {
+      reason = Reason::kTimeout;
+    }
+    if (reason == Reason::kNone) {
+      futex_wait(&page.event, event, std::min(left, kNap));
+      continue;
+    }
+    switch (m_group.give_up(reason, m_call, waited.count(), [&] { return missing(mine, expected); })) {
+      case Group::Verdict::kComplete: return true;
+      case Group::Verdict::kBroken: return false;
+      case Group::Verdict::kRetry: break;
+    }
+  }
+}
+
+uint64_t Wait::missing(const Semaphore& mine, uint64_t expected) const {
+  uint64_t mask = 0;
+  for (uint32_t r = 0; r < m_group.world_size(); ++r) {
+    const uint64_t bit = uint64_t{1} << r;
+    if ((m_awaited & bit) != 0 && compare(mine.acquire_from(r), expected) == Seen::kNotYet) mask |= bit;
+  }
+  return mask;
+}
+
+}  // namespace gpusync::cpu

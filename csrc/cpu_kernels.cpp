@@ -1,0 +1,238 @@
+// The CPU kernels of the ops: tensors to pointers, and the checks that need torch. The work is in cpu/.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <atomic>
+#include <optional>
+#include <tuple>
+
+#include "registry.h"
+
+namespace gpusync {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+/// Makes the schema's `Tensor(a!) token` true; nothing depends on the value.
+void touch(const Tensor& token) {
+  if (token.numel() < 1 || token.scalar_type() != ScalarType::Int) {
+    throw std::runtime_error("gpusync: the first argument must be the group's ordering token (sync.token)");
+  }
+  std::atomic_ref<int32_t>(*static_cast<int32_t*>(token.mutable_data_ptr())).fetch_add(1, std::memory_order_relaxed);
+}
+
+std::shared_ptr<cpu::Group> enter(const Tensor& token, const std::string& group_name) {
+  auto group = find_group(group_name);
+  touch(token);
+  return group;
+}
+
+DType to_dtype(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float: return DType::kFloat32;
+    case ScalarType::Double: return DType::kFloat64;
+    case ScalarType::Half: return DType::kFloat16;
+    case ScalarType::BFloat16: return DType::kBFloat16;
+    case ScalarType::Int: return DType::kInt32;
+    case ScalarType::Long: return DType::kInt64;
+    default: return DType::kOther;
+  }
+}
+
+ReduceOp to_reduce_op(const std::string& name) {
+  if (name == "sum") return ReduceOp::kSum;
+  if (name == "max") return ReduceOp::kMax;
+  if (name == "min") return ReduceOp::kMin;
+  throw std::runtime_error("gpusync: unknown reduce_op '" + name + "': use 'sum', 'max' or 'min'");
+}
+
+Algo to_algo(const std::string& name) {
+  if (name == "auto" || name == "pull_one_shot") return Algo::kPullOneShot;
+  throw std::runtime_error("gpusync: unknown algo '" + name + "' for a CPU group: use 'auto' or 'pull_one_shot'");
+}
+
+Tensor packed(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
+
+cpu::Payload payload_of(const Tensor& x) {
+  const auto sizes = x.sizes();
+  return {to_dtype(x.scalar_type()), static_cast<uint64_t>(x.numel()), {sizes.begin(), sizes.end()}};
+}
+
+void check_on_cpu(const Tensor& x, const char* op) {
+  if (!x.is_cpu()) {
+    throw std::runtime_error(std::string("gpusync: ") + op + " on a CPU group needs a CPU tensor: move it with .cpu()");
+  }
+}
+
+void barrier(Tensor token, std::string group_name, int64_t channel, bool fence) {
+  enter(token, group_name)->barrier(channel, fence);
+}
+
+void signal(Tensor token, std::string group_name, int64_t dst, int64_t channel) {
+  enter(token, group_name)->signal(dst, channel);
+}
+
+void wait_signal(Tensor token, std::string group_name, int64_t src, int64_t channel) {
+  enter(token, group_name)->wait_signal(src, channel);
+}
+
+void pull_start(Tensor token, std::string group_name, int64_t channel) {
+  enter(token, group_name)->pull_start(channel);
+}
+
+void pull_end(Tensor token, std::string group_name, int64_t channel, bool fence) {
+  enter(token, group_name)->pull_end(channel, fence);
+}
+
+Tensor push_epoch(Tensor token, std::string group_name, int64_t channel) {
+  const auto epoch = static_cast<int32_t>(enter(token, group_name)->push_epoch(channel));
+  Tensor result = torch::stable::new_empty(token, {}, ScalarType::Int);
+  *static_cast<int32_t*>(result.mutable_data_ptr()) = epoch;
+  return result;
+}
+
+void push_exit(Tensor token, std::string group_name, int64_t channel) {
+  enter(token, group_name)->push_exit(channel);
+}
+
+void put(Tensor token, std::string group_name, std::string buffer_name, Tensor x, int64_t rank, int64_t offset) {
+  check_on_cpu(x, "put");
+  const auto group = find_group(group_name);
+  const cpu::Buffer& buffer = group->buffer(buffer_name);
+  if (static_cast<int64_t>(x.scalar_type()) != buffer.scalar_type) {
+    throw std::runtime_error("gpusync: put into buffer '" + buffer_name + "' needs the buffer's dtype: convert with "
+                             "x.to(buffer.dtype)");
+  }
+  const Tensor source = packed(x);
+  group->put(buffer, rank, offset, source.const_data_ptr(), payload_of(source));
+  touch(token);
+}
+
+Tensor get(Tensor token, std::string group_name, std::string buffer_name, int64_t rank,
+           std::optional<std::vector<int64_t>> size, int64_t offset, std::optional<ScalarType> dtype) {
+  const auto group = find_group(group_name);
+  const cpu::Buffer& buffer = group->buffer(buffer_name);
+  const auto type = static_cast<ScalarType>(buffer.scalar_type);
+  if (dtype && *dtype != type) {
+    throw std::runtime_error("gpusync: get from buffer '" + buffer_name + "' expects another dtype than the buffer has: "
+                             "was it made anew under the same name after this function was compiled?");
+  }
+  const std::vector<int64_t>& shape = size ? *size : buffer.shape;
+  for (const int64_t extent : shape) {
+    if (extent < 0) throw std::runtime_error("gpusync: get needs sizes of zero or more");
+  }
+  Tensor result = torch::stable::new_empty(token, shape, type);
+  group->get(buffer, rank, offset, result.mutable_data_ptr(), payload_of(result));
+  touch(token);
+  return result;
+}
+
+Tensor all_reduce(Tensor token, std::string group_name, Tensor x, std::string reduce_op, std::string algo) {
+  check_on_cpu(x, "all_reduce");
+  const ReduceOp op = to_reduce_op(reduce_op);
+  const Algo chosen = to_algo(algo);
+  const cpu::Payload payload = payload_of(x);
+  if (payload.dtype == DType::kOther) {
+    throw std::runtime_error("gpusync: all_reduce takes float32, float64, float16, bfloat16, int32 and int64: convert x");
+  }
+  const auto group = enter(token, group_name);
+  const Tensor input = packed(x);
+  Tensor output = torch::stable::new_empty(input, payload.sizes);
+  group->all_reduce(input.const_data_ptr(), output.mutable_data_ptr(), payload, op, chosen);
+  return output;
+}
+
+int64_t cpu_bytes(int64_t world_size, int64_t channels, int64_t staging_bytes) {
+  return static_cast<int64_t>(cpu::Layout(static_cast<uint32_t>(world_size), static_cast<uint32_t>(channels),
+                                          static_cast<size_t>(staging_bytes))
+                                  .total_bytes());
+}
+
+void cpu_open(Tensor memory, std::string group_name, int64_t rank, int64_t world_size, int64_t channels,
+              int64_t staging_bytes, double timeout, int64_t global_rank, std::string host, bool pids_visible) {
+  if (memory.numel() < cpu_bytes(world_size, channels, staging_bytes)) {
+    throw std::runtime_error("gpusync: the shared memory of group '" + group_name + "' is too small");
+  }
+  cpu::GroupConfig config{group_name,
+                          static_cast<uint32_t>(rank),
+                          static_cast<uint32_t>(world_size),
+                          static_cast<uint32_t>(channels),
+                          static_cast<size_t>(staging_bytes),
+                          timeout,
+                          static_cast<int32_t>(global_rank),
+                          host,
+                          pids_visible};
+  void* address = memory.mutable_data_ptr();
+  add_group(group_name, std::make_shared<cpu::Group>(std::move(config), address, std::make_shared<Tensor>(memory)));
+}
+
+void cpu_buffer(Tensor memory, std::string group_name, std::string buffer_name, std::vector<int64_t> shape,
+                ScalarType dtype, int64_t stride) {
+  const auto group = find_group(group_name);
+  uint64_t numel = 1;
+  for (const int64_t extent : shape) numel *= static_cast<uint64_t>(extent);
+  const size_t item = torch::stable::new_empty(memory, {}, dtype).element_size();
+  if (numel * item > static_cast<uint64_t>(stride) || memory.numel() < stride * group->world_size()) {
+    throw std::runtime_error("gpusync: the shared memory of buffer '" + buffer_name + "' is too small");
+  }
+  group->add_buffer({buffer_name, std::move(shape), to_dtype(dtype), static_cast<int64_t>(dtype), item, numel,
+                     static_cast<char*>(memory.mutable_data_ptr()), static_cast<size_t>(stride),
+                     std::make_shared<Tensor>(memory)});
+}
+
+void close_group(std::string group_name) { remove_group(group_name); }
+
+void set_timeout(std::string group_name, double seconds) { find_group(group_name)->set_timeout(seconds); }
+
+/// ([], []) while the group is whole, else ([reason, rank, channel, waited_us, missing ranks...], [text, op, what each
+/// rank called last...]).
+std::tuple<std::vector<int64_t>, std::vector<std::string>> failure(std::string group_name) {
+  const auto group = find_group(group_name);
+  const cpu::FailureRecord* record = group->failure();
+  if (record == nullptr) return {};
+  std::vector<int64_t> numbers{static_cast<int64_t>(record->reason), record->rank, record->call.channel,
+                               static_cast<int64_t>(record->waited_us)};
+  std::vector<std::string> texts{group->failure_text(), cpu::name(record->call.op)};
+  for (uint32_t r = 0; r < group->world_size(); ++r) {
+    if ((record->missing >> r & 1) != 0) numbers.push_back(r);
+    texts.push_back(cpu::describe(record->calls[r]));
+  }
+  return {numbers, texts};
+}
+
+std::string dump(std::string group_name) { return find_group(group_name)->dump(); }
+
+int64_t calls(std::string group_name) { return find_group(group_name)->calls(); }
+
+void preset(std::string group_name, int64_t epoch) { find_group(group_name)->preset(static_cast<uint32_t>(epoch)); }
+
+}  // namespace
+}  // namespace gpusync
+
+STABLE_TORCH_LIBRARY_IMPL(gpusync, CPU, m) {
+  m.impl("barrier", TORCH_BOX(&gpusync::barrier));
+  m.impl("signal", TORCH_BOX(&gpusync::signal));
+  m.impl("wait_signal", TORCH_BOX(&gpusync::wait_signal));
+  m.impl("pull_start", TORCH_BOX(&gpusync::pull_start));
+  m.impl("pull_end", TORCH_BOX(&gpusync::pull_end));
+  m.impl("push_epoch", TORCH_BOX(&gpusync::push_epoch));
+  m.impl("push_exit", TORCH_BOX(&gpusync::push_exit));
+  m.impl("put", TORCH_BOX(&gpusync::put));
+  m.impl("get", TORCH_BOX(&gpusync::get));
+  m.impl("all_reduce", TORCH_BOX(&gpusync::all_reduce));
+  m.impl("_cpu_open", TORCH_BOX(&gpusync::cpu_open));
+  m.impl("_cpu_buffer", TORCH_BOX(&gpusync::cpu_buffer));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(gpusync, CompositeExplicitAutograd, m) {
+  m.impl("_cpu_bytes", TORCH_BOX(&gpusync::cpu_bytes));
+  m.impl("_close", TORCH_BOX(&gpusync::close_group));
+  m.impl("_set_timeout", TORCH_BOX(&gpusync::set_timeout));
+  m.impl("_failure", TORCH_BOX(&gpusync::failure));
+  m.impl("_dump", TORCH_BOX(&gpusync::dump));
+  m.impl("_calls", TORCH_BOX(&gpusync::calls));
+  m.impl("_preset", TORCH_BOX(&gpusync::preset));
+}

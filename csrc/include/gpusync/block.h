@@ -1,0 +1,51 @@
+// Who takes part in one controller call: a thread block on the device, a single thread on the host. The controllers are
+// written as "every lane takes its share of the peers"; on the host one lane takes them all.
+#pragma once
+
+#include "gpusync/layout.h"
+
+namespace gpusync::block {
+
+/// My lane and the number of lanes: peers are dealt out one per lane.
+GPUSYNC_HD uint32_t lane() {
+#if defined(__CUDA_ARCH__)
+  return threadIdx.x;
+#else
+  return 0;
+#endif
+}
+
+GPUSYNC_HD uint32_t lanes() {
+#if defined(__CUDA_ARCH__)
+  return blockDim.x;
+#else
+  return 1;
+#endif
+}
+
+/// Which of the pad's blocks this is.
+GPUSYNC_HD uint32_t index() {
+#if defined(__CUDA_ARCH__)
+  return blockIdx.x;
+#else
+  return 0;
+#endif
+}
+
+/// Orders the block's lanes: what any did before is visible to all after.
+GPUSYNC_HD void barrier() {
+#if defined(__CUDA_ARCH__)
+  __syncthreads();
+#endif
+}
+
+/// A barrier that also tells every lane whether `value` was true on all of them.
+GPUSYNC_HD bool barrier_and(bool value) {
+#if defined(__CUDA_ARCH__)
+  return __syncthreads_and(value) != 0;
+#else
+  return value;
+#endif
+}
+
+}  // namespace gpusync::block

@@ -1,0 +1,47 @@
+// What a rank is doing in a call, in 32 bits: beside the epoch in every slot, so that ranks which call different things
+// find out instead of exchanging garbage.
+#pragma once
+
+#include "gpusync/layout.h"
+
+namespace gpusync {
+
+enum class Op : uint8_t {
+  kNone,
+  kBarrier,
+  kSignal,
+  kWaitSignal,
+  kPullStart,
+  kPullEnd,
+  kPushEpoch,
+  kPushExit,
+  kPut,
+  kGet,
+  kAllReduce,
+};
+
+enum class DType : uint8_t { kNone, kFloat32, kFloat64, kFloat16, kBFloat16, kInt32, kInt64, kOther };
+enum class ReduceOp : uint8_t { kSum, kMax, kMin };
+enum class Algo : uint8_t { kNone, kPullOneShot };
+
+/// The parts of a call on which all ranks must agree.
+struct CallKey {
+  Op op = Op::kNone;
+  bool fence = false;
+  DType dtype = DType::kNone;
+  ReduceOp reduce_op = ReduceOp::kSum;
+  Algo algo = Algo::kNone;
+  uint64_t numel = 0;
+  uint32_t skipped = 0;  // zero-size calls so far: they advance nothing, yet must not let the ranks slip apart
+};
+
+/// op 5 bits, fence 1, dtype 4, reduce_op 3, algo 3 as they are, so that a debugger can read them; the sizes as a 16-bit
+/// hash (multiplication by 2^64 / golden ratio, Knuth, The Art of Computer Programming 3, section 6.4).
+GPUSYNC_HD constexpr uint32_t fingerprint(const CallKey& key) {
+  const uint64_t sizes = (key.numel + (uint64_t{key.skipped} << 40)) * 0x9E3779B97F4A7C15u;
+  return static_cast<uint32_t>(key.op) << 27 | static_cast<uint32_t>(key.fence) << 26 |
+         static_cast<uint32_t>(key.dtype) << 22 | static_cast<uint32_t>(key.reduce_op) << 19 |
+         static_cast<uint32_t>(key.algo) << 16 | static_cast<uint32_t>(sizes >> 48);
+}
+
+}  // namespace gpusync

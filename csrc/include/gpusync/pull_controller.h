@@ -1,0 +1,74 @@
+// Barriers around data that peers read from my memory ("pull").
+#pragma once
+
+#include "gpusync/block.h"
+#include "gpusync/semaphore.h"
+
+namespace gpusync {
+
+/// A pull kernel has two synchronisation points: at its start every peer's input must be ready to be read, at its end
+/// every peer must have finished reading before inputs are reused. Each point is a complete barrier of all ranks on an
+/// epoch of its own, so that two starts in a row wait twice and a lone end waits once.
+///
+/// A wait is bounded by the `Wait` that the caller passes:
+///   void notify(uint32_t peer)                                          after my arrival was stored at `peer`
+///   bool until(const Semaphore& mine, uint32_t peer, uint64_t expected) poll until `peer` has arrived, then acquire
+///                                                                       from it; false: given up
+/// `gpusync::cpu::Wait` (processes, futex) and `gpusync::DeviceWait` (kernels, timer) are the two there are.
+class PullController {
+ public:
+  static constexpr uint32_t kStages = 2;
+
+  /// `rows[r]`: rank r's semaphores, kStages for each block, mapped into my address space.
+  GPUSYNC_HD PullController(Semaphore* const* rows, uint32_t rank, uint32_t world_size)
+      : m_rank(rank), m_world_size(world_size) {
+    for (uint32_t r = 0; r < world_size; ++r) m_rows[r] = rows[r];
+  }
+
+  /// Waits until every rank has called it as often as I have. All lanes of a block call it together, and every rank
+  /// runs the same number of blocks.
+  ///
+  /// kFence: what any rank's block wrote before is visible to all ranks' blocks after (release arrival, acquire).
+  /// Without it the arrival is relaxed: nobody passes before all have arrived, but the ranks' data is ordered only as
+  /// far as a kernel boundary orders it: the writes of *earlier* kernels of the arriving rank's stream. That holds on
+  /// the hardware, is not promised by the PTX model, and does not hold with programmatic dependent launch.
+  /// kStart: the start stage; otherwise the end stage.
+  ///
+  /// `fingerprint` says what this call is (fingerprint.h); a rank that passes another value is a mismatch.
+  /// Returns false on all lanes when the wait was given up: no data of a peer may be used then.
+  template <bool kFence, bool kStart, class Wait>
+  GPUSYNC_HD bool sync(uint32_t fingerprint, Wait&& wait, uint32_t index = block::index()) const {
+    // Leading barrier: lane 0's release carries the whole block's writes, and all lanes see the last call's epoch.
+    block::barrier();
+    Semaphore& mine = semaphore<kStart>(m_rank, index);
+    const Arrival arrival{mine.epoch() + 1, fingerprint};
+    const uint64_t expected = arrival.pack();
+    for (uint32_t peer = block::lane(); peer < m_world_size; peer += block::lanes()) {
+      semaphore<kStart>(peer, index).template arrive<kFence>(m_rank, expected);
+      wait.notify(peer);
+    }
+    bool complete = true;
+    for (uint32_t peer = block::lane(); peer < m_world_size && complete; peer += block::lanes()) {
+      complete = wait.until(mine, peer, expected);
+    }
+    // Trailing barrier: without it lanes that wait for nobody would run ahead into the next stage.
+    complete = block::barrier_and(complete);
+    if (block::lane() == 0) mine.set_epoch(arrival.epoch);
+    return complete;
+  }
+
+  GPUSYNC_HD uint32_t rank() const { return m_rank; }
+  GPUSYNC_HD uint32_t world_size() const { return m_world_size; }
+
+ private:
+  template <bool kStart>
+  GPUSYNC_HD Semaphore& semaphore(uint32_t rank, uint32_t index) const {
+    return m_rows[rank][index * kStages + (kStart ? 0 : 1)];
+  }
+
+  Semaphore* m_rows[kMaxRanks];
+  uint32_t m_rank;
+  uint32_t m_world_size;
+};
+
+}  // namespace gpusync

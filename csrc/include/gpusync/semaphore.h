@@ -1,0 +1,55 @@
+// A block's line of slots: where its peers announce their arrivals, each in a slot of its own.
+#pragma once
+
+#include "gpusync/layout.h"
+#include "gpusync/memory_order.h"
+
+namespace gpusync {
+
+/// What a slot holds: which arrival (epoch) and what its rank is doing there (fingerprint), in one word, so that one
+/// store publishes both and one polled load compares both.
+struct Arrival {
+  uint32_t epoch;
+  uint32_t fingerprint;
+
+  GPUSYNC_HD uint64_t pack() const { return uint64_t{fingerprint} << 32 | epoch; }
+};
+
+enum class Seen : uint32_t { kNotYet, kArrived, kMismatch };
+
+/// Compares a slot's word with the arrival that is waited for. The epochs' difference is taken as signed, so that
+/// wrap-around is harmless and a peer that is already one call ahead counts as arrived. Only at equal epochs do the
+/// fingerprints speak of the same call; a peer that is ahead has compared them itself.
+GPUSYNC_HD Seen compare(uint64_t slot, uint64_t expected) {
+  if (slot == expected) return Seen::kArrived;
+  const auto ahead = static_cast<int32_t>(static_cast<uint32_t>(slot) - static_cast<uint32_t>(expected));
+  if (ahead < 0) return Seen::kNotYet;
+  return ahead == 0 ? Seen::kMismatch : Seen::kArrived;
+}
+
+/// One rank's slots for one block and stage, in that rank's peer-visible memory, and its own epoch beside them.
+/// slot[r] is written by rank r alone: it says *which* rank has come, and no rank's arrival can stand in for another's.
+class alignas(kLineBytes) Semaphore {
+ public:
+  /// Announces the arrival of `source` to this semaphore's owner; see publish() for what kFence orders.
+  template <bool kFence>
+  GPUSYNC_HD void arrive(uint32_t source, uint64_t arrival) {
+    publish<kFence>(&m_slot[source], arrival);
+  }
+
+  /// Polls the slot of `source`: orders nothing.
+  GPUSYNC_HD uint64_t peek(uint32_t source) const { return observe(&m_slot[source]); }
+
+  /// Takes over what `source` released when it arrived; call it once, after peek() has seen the arrival.
+  GPUSYNC_HD uint64_t acquire_from(uint32_t source) const { return acquire(&m_slot[source]); }
+
+  /// The owner's count of arrivals here. Only the owner's own block reads or writes it: plain accesses.
+  GPUSYNC_HD uint32_t epoch() const { return m_epoch; }
+  GPUSYNC_HD void set_epoch(uint32_t epoch) { m_epoch = epoch; }
+
+ private:
+  uint64_t m_slot[kMaxRanks];
+  alignas(kLineBytes) uint32_t m_epoch;  // a line of its own: peers' stores must not evict it
+};
+
+}  // namespace gpusync

@@ -1,0 +1,36 @@
+// Every schema of the library, and nothing else. Kernels are registered beside their backend (cpu_kernels.cpp), fake
+// implementations and gradients in torch_gpusync/ops.py.
+//
+// Each op mutates the process's ordering token, `Tensor(a!) token`: the chain of these mutations is what keeps all ops
+// of all groups in program order under every compiler pass (docs/ordering.md). The group is found by its name.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(gpusync, m) {
+  m.def("barrier(Tensor(a!) token, str group_name, int channel=0, bool fence=True) -> ()");
+  m.def("signal(Tensor(a!) token, str group_name, int dst, int channel=0) -> ()");
+  m.def("wait_signal(Tensor(a!) token, str group_name, int src, int channel=0) -> ()");
+  m.def("pull_start(Tensor(a!) token, str group_name, int channel=0) -> ()");
+  m.def("pull_end(Tensor(a!) token, str group_name, int channel=0, bool fence=False) -> ()");
+  m.def("push_epoch(Tensor(a!) token, str group_name, int channel=0) -> Tensor");
+  m.def("push_exit(Tensor(a!) token, str group_name, int channel=0) -> ()");
+  m.def(
+      "put(Tensor(a!) token, str group_name, str buffer, Tensor x, int rank=-1, SymInt offset=0) -> ()");
+  m.def(
+      "get(Tensor(a!) token, str group_name, str buffer, int rank=-1, SymInt[]? size=None, SymInt offset=0, "
+      "ScalarType? dtype=None) -> Tensor");
+  m.def(
+      "all_reduce(Tensor(a!) token, str group_name, Tensor x, str reduce_op=\"sum\", str algo=\"auto\") -> Tensor");
+
+  // Set-up, called by the Python classes only.
+  m.def("_cpu_bytes(int world_size, int channels, int staging_bytes) -> int");
+  m.def(
+      "_cpu_open(Tensor memory, str group_name, int rank, int world_size, int channels, int staging_bytes, "
+      "float timeout, int global_rank, str host, bool pids_visible) -> ()");
+  m.def("_cpu_buffer(Tensor memory, str group_name, str buffer, int[] shape, ScalarType dtype, int stride) -> ()");
+  m.def("_close(str group_name) -> ()");
+  m.def("_set_timeout(str group_name, float seconds) -> ()");
+  m.def("_failure(str group_name) -> (int[], str[])");
+  m.def("_dump(str group_name) -> str");
+  m.def("_calls(str group_name) -> int");
+  m.def("_preset(str group_name, int epoch) -> ()");
+}

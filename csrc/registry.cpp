@@ -1,0 +1,44 @@
+#include "registry.h"
+
+#include <mutex>
+#include <shared_mutex>
+#include <stdexcept>
+#include <unordered_map>
+
+namespace gpusync {
+namespace {
+
+std::shared_mutex g_mutex;
+std::unordered_map<std::string, std::shared_ptr<cpu::Group>> g_groups;
+
+}  // namespace
+
+std::shared_ptr<cpu::Group> find_group(const std::string& name) {
+  const std::shared_lock lock(g_mutex);
+  const auto found = g_groups.find(name);
+  if (found == g_groups.end()) {
+    throw std::runtime_error("gpusync: this process has no group '" + name +
+                             "': it was never made here, or it was closed (keep its SyncGroup alive)");
+  }
+  return found->second;
+}
+
+void add_group(const std::string& name, std::shared_ptr<cpu::Group> group) {
+  const std::unique_lock lock(g_mutex);
+  if (!g_groups.emplace(name, std::move(group)).second) {
+    throw std::runtime_error("gpusync: this process already has a group '" + name +
+                             "': close it first, or give one of them another name");
+  }
+}
+
+bool remove_group(const std::string& name) {
+  std::shared_ptr<cpu::Group> last;  // destroyed outside the lock
+  const std::unique_lock lock(g_mutex);
+  const auto found = g_groups.find(name);
+  if (found == g_groups.end()) return false;
+  last = std::move(found->second);
+  g_groups.erase(found);
+  return true;
+}
+
+}  // namespace gpusync

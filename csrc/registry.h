@@ -1,0 +1,20 @@
+// From a group's name, which is what compiled graphs hold, to the group.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "cpu/group.h"
+
+namespace gpusync {
+
+/// Throws when the process has no open group of this name.
+std::shared_ptr<cpu::Group> find_group(const std::string& name);
+
+/// Throws when the name is taken.
+void add_group(const std::string& name, std::shared_ptr<cpu::Group> group);
+
+/// Forgets the group; calls that are under way keep it alive until they return. True when there was one.
+bool remove_group(const std::string& name);
+
+}  // namespace gpusync
