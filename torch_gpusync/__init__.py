@@ -1,0 +1,31 @@
+"""Inter-GPU synchronisation inside PyTorch models: barriers, signals, symmetric buffers and small collectives as
+``torch.ops.gpusync.*``, right under ``torch.compile`` and in CUDA graphs.
+
+Start with :class:`SyncGroup`, or with :func:`virtual_ranks` to try it in one process.
+"""
+
+from pathlib import Path
+
+from torch_gpusync import nn
+from torch_gpusync.buffer import SymmetricBuffer
+from torch_gpusync.errors import SyncError, SyncMismatchError, SyncTimeoutError
+from torch_gpusync.group import SyncGroup
+from torch_gpusync.virtual import virtual_ranks
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SymmetricBuffer",
+    "SyncError",
+    "SyncGroup",
+    "SyncMismatchError",
+    "SyncTimeoutError",
+    "include_path",
+    "nn",
+    "virtual_ranks",
+]
+
+
+def include_path() -> str:
+    """The folder to pass to a compiler as ``-I`` for ``#include <gpusync/pull_controller.h>`` and the other headers."""
+    return str(Path(__file__).parent / "include")

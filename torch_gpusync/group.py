@@ -1,0 +1,334 @@
+"""SyncGroup: the ranks that synchronise with one another, as a Python object."""
+
+import os
+import socket
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_gpusync import _token, errors, memory, rendezvous
+from torch_gpusync.buffer import SymmetricBuffer
+from torch_gpusync.errors import SyncError
+from torch_gpusync.ops import buffer_meta, ops
+from torch_gpusync.rendezvous import Deadline, Rendezvous
+
+MAX_RANKS = 64
+DEFAULT_BUFFER_BYTES = 4 << 20
+DEFAULT_TIMEOUT = 600.0
+_ALIGNMENT = 128
+
+_open_names: set[str] = set()
+
+
+def _seconds(timeout: float | timedelta) -> float:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not seconds > 0:
+        raise SyncError(f"gpusync: timeout must be positive, got {seconds} s")
+    return seconds
+
+
+def _host() -> dict[str, str]:
+    """What tells whether two ranks can share memory: the host's name and boot."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return {"name": socket.gethostname(), "boot": boot}
+
+
+def _pid_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _check_one_host(name: str, hosts: list[dict[str, str]]) -> None:
+    if all(host == hosts[0] for host in hosts):
+        return
+    listed = ", ".join(f"rank {r} on {host['name']}" for r, host in enumerate(hosts))
+    raise SyncError(
+        f"gpusync: the ranks of group '{name}' run on different hosts ({listed}): a SyncGroup works within one host. "
+        "Make one for the ranks of each host, and let torch.distributed carry the step between hosts"
+    )
+
+
+def _default_device(group: dist.ProcessGroup) -> torch.device:
+    """The device that the process group itself works on."""
+    bound = group.bound_device_id
+    if bound is not None:
+        return bound
+    backends = str(dist.get_backend_config(group))
+    if "nccl" in backends:
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        if "gloo" not in backends:
+            raise SyncError("gpusync: the process group uses NCCL but this process sees no GPU: pass device=")
+    if "gloo" in backends or "mpi" in backends:
+        return torch.device("cpu")
+    raise SyncError(f"gpusync: cannot tell the device from the process group's back ends ({backends}): pass device=")
+
+
+class SyncGroup:
+    """The ranks of a process group, ready to synchronise inside models, compiled or not.
+
+    Collective: every rank of ``group`` makes it, with the same arguments. It is a plain object: keep it as a module's
+    attribute, in a list, as a global or in a closure; ``state_dict``, ``.to()``, DDP and FSDP do not see it, and
+    ``copy.deepcopy`` gives the same object. Ranks are always ranks in the group.
+
+    Args:
+        group: a c10d ProcessGroup, a 1-D DeviceMesh or a process group's name. Default: WORLD.
+        device: default: the group's own (its bound device; cpu for Gloo; the current GPU for NCCL).
+        name: what compiled graphs know the group by. Default: ``world`` or the process group's name, then ``/1``, ...
+            for further groups on it, by order of creation.
+        channels: how many independent channels barriers, signals and push buffers have, from 0.
+        buffer_bytes: staging memory of each rank for collectives; larger payloads are worked off in parts.
+        timeout: seconds, or a timedelta, that any wait may take, this construction included. May be set later.
+
+    Raises:
+        SyncError: the ranks disagree on an argument, run on different hosts, or there is too little memory.
+        SyncTimeoutError: some ranks did not make the group in time.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | str | None = None,
+        *,
+        device: torch.device | str | None = None,
+        name: str | None = None,
+        channels: int = 8,
+        buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+        timeout: float | timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        process_group = rendezvous.resolve_group(group)
+        self._set_up(
+            rendezvous.of_group(process_group).rendezvous,
+            device=torch.device(device) if device is not None else _default_device(process_group),
+            shared_name=name if name is not None else rendezvous.default_name(process_group),
+            channels=channels,
+            buffer_bytes=buffer_bytes,
+            timeout=_seconds(timeout),
+        )
+
+    def _set_up(
+        self,
+        meeting: Rendezvous,
+        *,
+        device: torch.device,
+        shared_name: str,
+        channels: int,
+        buffer_bytes: int,
+        timeout: float,
+        own_name: str | None = None,
+        token: torch.Tensor | None = None,
+    ) -> None:
+        """Meets the other ranks and maps the shared memory. ``own_name``: of a virtual rank, unlike its peers'."""
+        self.name = own_name or shared_name
+        self.device = device
+        self.channels = channels
+        self._rendezvous = meeting
+        self._timeout = timeout
+        self._pid = os.getpid()
+        deadline = Deadline(timeout)
+        host = _host()
+        arguments = {
+            "device": device.type,
+            "name": shared_name,
+            "channels": channels,
+            "buffer_bytes": buffer_bytes,
+            "call": "SyncGroup",
+            "error": self._complaint(),
+        }
+        meeting.agree(arguments, "SyncGroup", shared_name, deadline)
+        places = meeting.exchange([host, _pid_namespace()], "SyncGroup", shared_name, deadline)
+        _check_one_host(shared_name, [place[0] for place in places])
+        shared = memory.share(
+            meeting,
+            ops._cpu_bytes(meeting.world_size, channels, buffer_bytes),
+            "SyncGroup",
+            shared_name,
+            deadline,
+        )
+        self.token = token if token is not None else _token.process_token(device)
+        ops._cpu_open(
+            shared,
+            self.name,
+            meeting.rank,
+            meeting.world_size,
+            channels,
+            buffer_bytes,
+            timeout,
+            meeting.global_ranks[meeting.rank],
+            host["name"],
+            len({namespace for _, namespace in places}) == 1,
+        )
+        _open_names.add(self.name)
+        # Closes on garbage collection and at exit too. In a forked child it must not: the group is the parent's.
+        self._finalizer = weakref.finalize(self, _close, self.name, self._pid)
+        meeting.exchange(None, "SyncGroup", shared_name, deadline)
+
+    def _complaint(self) -> str:
+        """What is wrong with this rank's own arguments; peers are told, so that they need not wait for the timeout."""
+        if self._rendezvous.world_size > MAX_RANKS:
+            return f"a group has at most {MAX_RANKS} ranks, not {self._rendezvous.world_size}"
+        if not isinstance(self.channels, int) or not 1 <= self.channels <= 1024:
+            return f"channels must be a whole number from 1 to 1024, not {self.channels!r}"
+        if self.device.type != "cpu":
+            return f"device '{self.device}' has no back end: this version works on 'cpu'"
+        if self.name in _open_names:
+            return f"this process already has an open group '{self.name}': close it first or choose another name"
+        return ""
+
+    rank = property(lambda self: self._rendezvous.rank, doc="My rank in the group.")
+    world_size = property(lambda self: self._rendezvous.world_size, doc="How many ranks the group has.")
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a wait may take; setting it holds at once, also for waits under way."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, value: float | timedelta) -> None:
+        self._timeout = _seconds(value)
+        ops._set_timeout(self.name, self._timeout)
+
+    def _call(self, op: Any, *arguments: Any) -> Any:
+        """Run an op. In eager code its errors get their class; compiled code raises them as RuntimeError."""
+        if torch.compiler.is_compiling():
+            return op(self.token, self.name, *arguments)
+        try:
+            return op(self.token, self.name, *arguments)
+        except RuntimeError as error:
+            raise errors.translate(error, self.name) from None
+
+    def barrier(self, channel: int = 0, fence: bool = True) -> None:
+        """Wait until every rank has called it as often as I have.
+
+        With ``fence`` all ranks' earlier writes are visible to all ranks after it. Without, nobody passes before all
+        have arrived, but data is ordered only as far as a kernel boundary orders it (on the CPU: fully).
+
+        Raises:
+            SyncTimeoutError, SyncMismatchError: see the classes.
+        """
+        self._call(ops.barrier.default, channel, fence)
+
+    def signal(self, dst: int, channel: int = 0) -> None:
+        """Add one to the counter that rank ``dst`` waits on. Never blocks; my earlier writes go with it (release)."""
+        self._call(ops.signal.default, dst, channel)
+
+    def wait_signal(self, src: int, channel: int = 0) -> None:
+        """Consume one signal of rank ``src``, waiting for it; what it wrote before is then visible (acquire).
+
+        Raises:
+            SyncTimeoutError: it did not come; nothing was consumed.
+        """
+        self._call(ops.wait_signal.default, src, channel)
+
+    def pull_start(self, channel: int = 0) -> None:
+        """First half of a pull: wait until every rank's input is ready to be read. A barrier of its own.
+
+        The arrival is relaxed: it speaks for the writes of earlier kernels (on the CPU: of all earlier calls).
+        """
+        self._call(ops.pull_start.default, channel)
+
+    def pull_end(self, channel: int = 0, fence: bool = False) -> None:
+        """Second half of a pull: wait until every rank has finished reading. A barrier of its own.
+
+        It protects reuse of the inputs; with ``fence`` it also makes what ranks wrote to one another visible.
+        """
+        self._call(ops.pull_end.default, channel, fence)
+
+    def push_epoch(self, channel: int = 0) -> torch.Tensor:
+        """The half, 0 or 1, of the double buffer that the push under way uses: a 0-d int32 tensor."""
+        return self._call(ops.push_epoch.default, channel)  # type: ignore[no-any-return]
+
+    def push_exit(self, channel: int = 0) -> None:
+        """End the push under way: the next one uses the other half. Two halves suffice when in every push every rank
+        receives something from every rank."""
+        self._call(ops.push_exit.default, channel)
+
+    def all_reduce(self, x: torch.Tensor, reduce_op: str = "sum", algo: str = "auto") -> torch.Tensor:
+        """Reduce ``x`` over the ranks, out of place; every rank gets the same bits.
+
+        Args:
+            x: float32, float64, float16, bfloat16, int32 or int64, any shape and strides, the same on all ranks.
+            reduce_op: ``sum``, ``max`` or ``min``, in rank order; the 16-bit types are reduced in float32.
+            algo: ``auto`` or ``pull_one_shot``.
+
+        Returns:
+            A contiguous tensor of x's shape and dtype. Gradient (sum only): all_reduce of the gradients.
+
+        Raises:
+            SyncError: unknown dtype, reduce_op or algo. SyncTimeoutError, SyncMismatchError: see the classes.
+        """
+        return self._call(ops.all_reduce.default, x, reduce_op, algo)  # type: ignore[no-any-return]
+
+    def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricBuffer:
+        """Make a symmetric buffer, zeroed. Collective, bounded by the timeout.
+
+        Raises:
+            SyncError: the ranks disagree, the name is taken, or there is too little memory.
+        """
+        size = torch.Size(shape)
+        stride = -(-max(size.numel() * dtype.itemsize, 1) // _ALIGNMENT) * _ALIGNMENT
+        deadline = Deadline(self._timeout)
+        meeting = self._rendezvous
+        arguments = {
+            "call": "buffer",
+            "buffer": name,
+            "shape": list(size),
+            "dtype": str(dtype),
+            "error": f"it already has a buffer '{name}'" if (self.name, name) in buffer_meta else "",
+        }
+        meeting.agree(arguments, "buffer", self.name, deadline)
+        shared = memory.share(meeting, stride * self.world_size, "buffer", self.name, deadline)
+        ops._cpu_buffer(shared, self.name, name, list(size), dtype, stride)
+        buffer_meta[self.name, name] = (size, dtype)
+        meeting.exchange(None, "buffer", self.name, deadline)
+        return SymmetricBuffer(self, name, size, dtype)
+
+    @property
+    def is_broken(self) -> bool:
+        """Has any rank given up on a wait? Then every op of the group fails at once. Never blocks."""
+        return bool(ops._failure(self.name)[0])
+
+    def check(self) -> None:
+        """Raise the error, with all its fields, that broke the group; return if there is none. Never blocks."""
+        error = errors.failure(self.name)
+        if error is not None:
+            raise error
+
+    def dump(self) -> str:
+        """The flight record: who the ranks are and what each called last, as text."""
+        return str(ops._dump(self.name))
+
+    def close(self) -> None:
+        """Give up the group in this process; its ops fail from now on. Idempotent, and not collective."""
+        self._finalizer()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SyncGroup":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"a SyncGroup ('{self.name}') cannot be pickled: it is this process's view of shared memory. Save the model's "
+            "state_dict instead, and make the group anew where it is loaded."
+        )
+
+    def __repr__(self) -> str:
+        return f"SyncGroup({self.name!r}, rank={self.rank}, world_size={self.world_size}, device={self.device})"
+
+
+def _close(name: str, pid: int) -> None:
+    if os.getpid() != pid:
+        return
+    ops._close(name)
+    _open_names.discard(name)
+    for key in [key for key in buffer_meta if key[0] == name]:
+        del buffer_meta[key]

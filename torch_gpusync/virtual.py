@@ -1,0 +1,62 @@
+"""Ranks inside one process, for tests and for people with one GPU or none."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_gpusync import _token
+from torch_gpusync.group import DEFAULT_BUFFER_BYTES, DEFAULT_TIMEOUT, SyncGroup, _seconds
+from torch_gpusync.rendezvous import Rendezvous
+
+_default_names = 0
+
+
+def virtual_ranks(
+    n: int,
+    device: torch.device | str = "cpu",
+    *,
+    name: str | None = None,
+    channels: int = 8,
+    buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+    timeout: float | timedelta = DEFAULT_TIMEOUT,
+) -> list[SyncGroup]:
+    """A group of ``n`` ranks in this process: on the CPU, each to be used by a thread of its own.
+
+    The ranks go through the same protocol, over the same kind of memory, as ranks in processes do. Collective methods
+    (``buffer`` too) are called by all ranks at the same time, each from its thread. Rank r's name is ``name/r`` and it
+    has an ordering token of its own.
+
+    Args:
+        n: number of ranks, 1 to 64.
+        device: ``cpu``.
+        name: default ``virtual``, then ``virtual1``, ... by order of creation.
+        channels, buffer_bytes, timeout: as for :class:`SyncGroup`.
+    """
+    global _default_names
+    if name is None:
+        name = "virtual" if _default_names == 0 else f"virtual{_default_names}"
+        _default_names += 1
+    device = torch.device(device)
+    store = dist.HashStore()
+    seconds = _seconds(timeout)
+
+    def make(rank: int) -> SyncGroup:
+        sync = SyncGroup.__new__(SyncGroup)
+        sync._set_up(
+            Rendezvous(store, rank, n, range(n), "gpusync"),
+            device=device,
+            shared_name=name,
+            channels=channels,
+            buffer_bytes=buffer_bytes,
+            timeout=seconds,
+            own_name=f"{name}/{rank}",
+            token=tokens[rank],
+        )
+        return sync
+
+    tokens: list[Any] = [_token.new_token(device) for _ in range(n)]
+    with ThreadPoolExecutor(max(n, 1)) as threads:
+        return list(threads.map(make, range(n)))
