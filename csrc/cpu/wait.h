@@ -19,11 +19,14 @@ class Wait {
   /// `awaited`: mask of the ranks whose arrival the call needs, for the error message.
   Wait(Group& group, const CallRecord& call, uint64_t awaited) : m_group(group), m_call(call), m_awaited(awaited) {}
 
+  bool ready() const { return true; }  // Group::begin() has looked
   void notify(uint32_t peer) { m_group.ring_doorbell(peer); }
 
   bool until(const Semaphore& mine, uint32_t peer, uint64_t expected) {
     for (int spin = m_group.spins(); spin >= 0; --spin) {
-      if (mine.peek(peer) == expected) {
+      const uint64_t seen = mine.peek(peer);
+      if (reached(seen, expected)) {
+        if (compare(seen, expected) == Seen::kMismatch) break;
         mine.acquire_from(peer);
         return true;
       }

@@ -11,6 +11,7 @@ namespace gpusync {
 /// epoch of its own, so that two starts in a row wait twice and a lone end waits once.
 ///
 /// A wait is bounded by the `Wait` that the caller passes:
+///   bool ready()                                                        before arriving: false: do not take part
 ///   void notify(uint32_t peer)                                          after my arrival was stored at `peer`
 ///   bool until(const Semaphore& mine, uint32_t peer, uint64_t expected) poll until `peer` has arrived, then acquire
 ///                                                                       from it; false: given up
@@ -43,11 +44,11 @@ class PullController {
     Semaphore& mine = semaphore<kStart>(m_rank, index);
     const Arrival arrival{mine.epoch() + 1, fingerprint};
     const uint64_t expected = arrival.pack();
-    for (uint32_t peer = block::lane(); peer < m_world_size; peer += block::lanes()) {
+    bool complete = wait.ready();
+    for (uint32_t peer = block::lane(); peer < m_world_size && complete; peer += block::lanes()) {
       semaphore<kStart>(peer, index).template arrive<kFence>(m_rank, expected);
       wait.notify(peer);
     }
-    bool complete = true;
     for (uint32_t peer = block::lane(); peer < m_world_size && complete; peer += block::lanes()) {
       complete = wait.until(mine, peer, expected);
     }

@@ -17,14 +17,18 @@ struct Arrival {
 
 enum class Seen : uint32_t { kNotYet, kArrived, kMismatch };
 
-/// Compares a slot's word with the arrival that is waited for. The epochs' difference is taken as signed, so that
-/// wrap-around is harmless and a peer that is already one call ahead counts as arrived. Only at equal epochs do the
-/// fingerprints speak of the same call; a peer that is ahead has compared them itself.
+/// Has the epoch that is waited for come? The difference is taken as signed, so that wrap-around is harmless and a peer
+/// that is already one call ahead counts as arrived.
+GPUSYNC_HD bool reached(uint64_t slot, uint64_t expected) {
+  return static_cast<int32_t>(static_cast<uint32_t>(slot) - static_cast<uint32_t>(expected)) >= 0;
+}
+
+/// Compares a slot's word with the arrival that is waited for. Only at equal epochs do the fingerprints speak of the
+/// same call; a peer that is ahead has compared them itself.
 GPUSYNC_HD Seen compare(uint64_t slot, uint64_t expected) {
-  if (slot == expected) return Seen::kArrived;
-  const auto ahead = static_cast<int32_t>(static_cast<uint32_t>(slot) - static_cast<uint32_t>(expected));
-  if (ahead < 0) return Seen::kNotYet;
-  return ahead == 0 ? Seen::kMismatch : Seen::kArrived;
+  if (!reached(slot, expected)) return Seen::kNotYet;
+  const bool same_call = static_cast<uint32_t>(slot) == static_cast<uint32_t>(expected);
+  return same_call && slot != expected ? Seen::kMismatch : Seen::kArrived;
 }
 
 /// One rank's slots for one block and stage, in that rank's peer-visible memory, and its own epoch beside them.

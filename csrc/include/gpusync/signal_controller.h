@@ -27,7 +27,7 @@ class SignalController {
   template <class Wait>
   GPUSYNC_HD void signal(uint32_t destination, uint32_t fingerprint, Wait&& wait) const {
     block::barrier();
-    if (block::lane() != 0) return;
+    if (block::lane() != 0 || !wait.ready()) return;
     const Arrival arrival{++m_mailboxes[m_rank]->sent[destination], fingerprint};
     m_mailboxes[destination]->inbox.template arrive<true>(m_rank, arrival.pack());
     wait.notify(destination);
@@ -41,7 +41,7 @@ class SignalController {
     block::barrier();
     if (block::lane() == 0) {
       const Arrival arrival{mine.seen[source] + 1, fingerprint};
-      complete = wait.until(mine.inbox, source, arrival.pack());
+      complete = wait.ready() && wait.until(mine.inbox, source, arrival.pack());
       if (complete) mine.seen[source] = arrival.epoch;
     }
     return block::barrier_and(complete);
