@@ -31,7 +31,9 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """The fake of every op that returns nothing."""
 
 
-for _name in ("barrier", "signal", "wait_signal", "pull_start", "pull_end", "push_exit", "put"):
+_RETURN_NOTHING = ("barrier", "signal", "wait_signal", "pull_start", "pull_end", "push_exit", "put", "_nothing")
+
+for _name in _RETURN_NOTHING:
     torch.library.register_fake(f"gpusync::{_name}", _nothing, lib=_lib)
 
 
@@ -145,5 +147,5 @@ _lib.impl("reduce_from_ranks", _reduce, "CompositeExplicitAutograd")
 _lib.impl("reduce_from_ranks", _reduce_autograd, "Autograd")
 
 # The others have no gradient: they skip autograd, which would otherwise complain about the mutated token.
-for _name in ("barrier", "signal", "wait_signal", "pull_start", "pull_end", "push_epoch", "push_exit", "put", "get"):
+for _name in (*_RETURN_NOTHING, "push_epoch", "get"):
     _lib.impl(_name, torch.library.fallthrough_kernel, "Autograd")
