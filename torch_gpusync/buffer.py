@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 class SymmetricBuffer:
     """Memory of the same shape and dtype on every rank, which every rank can write to and read from.
 
-    Made by :meth:`SyncGroup.buffer`. ``put`` and ``get`` copy and never wait: a barrier or a signal between a put and
-    the get that is to see it makes it visible. Two ranks that access the same elements without one have a data race.
+    Made by :meth:`SyncGroup.buffer`. ``put`` and ``get`` copy and never wait: a barrier or a signal between a
+    put and the get that is to see it makes it visible. Two ranks that access the same elements without one
+    have a data race.
 
     Attributes:
         name, shape, dtype: as given to :meth:`SyncGroup.buffer`, the same on all ranks.
@@ -55,7 +56,8 @@ class SymmetricBuffer:
         """
         # Size and dtype are given to the op, so that a compiled graph does not depend on what is registered.
         shape = self.shape if size is None else size
-        return self.sync._call(ops.get.default, self.name, rank, shape, offset, self.dtype)  # type: ignore[no-any-return]
+        part: torch.Tensor = self.sync._call(ops.get.default, self.name, rank, shape, offset, self.dtype)
+        return part
 
     def __repr__(self) -> str:
         return f"SymmetricBuffer({self.name!r}, {list(self.shape)}, {self.dtype}, group={self.sync.name!r})"

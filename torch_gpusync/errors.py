@@ -33,7 +33,8 @@ class SyncTimeoutError(SyncError):
 
 
 class SyncMismatchError(SyncError):
-    """Ranks called different things where all must call the same. The group is then broken for all of its ranks.
+    """Ranks called different things where all must call the same. The group is then broken for all of its
+    ranks.
 
     Attributes:
         group: name of the group.
@@ -56,7 +57,7 @@ class _Reason(IntEnum):
 
 
 def failure(group: str, message: str | None = None) -> SyncError | None:
-    """The error that says why ``group`` is broken, with ``message`` as its text if given; None while it is whole."""
+    """The error that says why ``group`` is broken, its text ``message`` if given; None while it is whole."""
     numbers, texts = torch.ops.gpusync._failure(group)
     if not numbers:
         return None
@@ -73,7 +74,7 @@ def failure(group: str, message: str | None = None) -> SyncError | None:
 
 
 def translate(error: RuntimeError, group: str) -> RuntimeError:
-    """The error class that fits what an op of ``group`` threw; errors that are not gpusync's stay as they are."""
+    """The error class that fits what an op of ``group`` threw; errors not of gpusync stay as they are."""
     message = str(error)
     start = message.find("gpusync: ")
     if start < 0:

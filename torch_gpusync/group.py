@@ -3,7 +3,7 @@
 import os
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,41 @@ DEFAULT_BUFFER_BYTES = 4 << 20
 DEFAULT_TIMEOUT = 600.0
 _ALIGNMENT = 128
 
+MAX_CHANNELS = 1024
+MAX_BUFFER_BYTES = 1 << 40
+_QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+
 _open_names: set[str] = set()
 
 
+def _forget_parent() -> None:
+    """A forked child may make groups of its own under the names that its parent's groups have."""
+    _open_names.clear()
+    buffer_meta.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _checked_shape(shape: Sequence[int]) -> torch.Size:
+    try:
+        size = torch.Size(shape)
+    except TypeError:
+        raise SyncError(f"shape must be a sequence of whole numbers, not {shape!r}") from None
+    if any(extent < 0 for extent in size):
+        raise SyncError(f"shape must not have negative sizes, got {list(size)}")
+    return size
+
+
 def _seconds(timeout: float | timedelta) -> float:
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    try:
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    except (TypeError, ValueError):
+        raise SyncError(f"gpusync: timeout must be seconds or a timedelta, got {timeout!r}") from None
     if not seconds > 0:
         raise SyncError(f"gpusync: timeout must be positive, got {seconds} s")
     return seconds
@@ -54,8 +84,8 @@ def _check_one_host(name: str, hosts: list[dict[str, str]]) -> None:
         return
     listed = ", ".join(f"rank {r} on {host['name']}" for r, host in enumerate(hosts))
     raise SyncError(
-        f"gpusync: the ranks of group '{name}' run on different hosts ({listed}): a SyncGroup works within one host. "
-        "Make one for the ranks of each host, and let torch.distributed carry the step between hosts"
+        f"gpusync: the ranks of group '{name}' run on different hosts ({listed}): a SyncGroup works within "
+        "one host. Make one for the ranks of each host, and let torch.distributed do the step between hosts"
     )
 
 
@@ -72,24 +102,27 @@ def _default_device(group: dist.ProcessGroup) -> torch.device:
             raise SyncError("gpusync: the process group uses NCCL but this process sees no GPU: pass device=")
     if "gloo" in backends or "mpi" in backends:
         return torch.device("cpu")
-    raise SyncError(f"gpusync: cannot tell the device from the process group's back ends ({backends}): pass device=")
+    raise SyncError(
+        f"gpusync: cannot tell the device from the process group's back ends ({backends}): pass device="
+    )
 
 
 class SyncGroup:
     """The ranks of a process group, ready to synchronise inside models, compiled or not.
 
-    Collective: every rank of ``group`` makes it, with the same arguments. It is a plain object: keep it as a module's
-    attribute, in a list, as a global or in a closure; ``state_dict``, ``.to()``, DDP and FSDP do not see it, and
-    ``copy.deepcopy`` gives the same object. Ranks are always ranks in the group.
+    Collective: every rank of ``group`` makes it, with the same arguments. It is a plain object: keep it as a
+    module's attribute, in a list, as a global or in a closure; ``state_dict``, ``.to()``, DDP and FSDP do not
+    see it, and ``copy.deepcopy`` gives the same object. Ranks are always ranks in the group.
 
     Args:
         group: a c10d ProcessGroup, a 1-D DeviceMesh or a process group's name. Default: WORLD.
         device: default: the group's own (its bound device; cpu for Gloo; the current GPU for NCCL).
-        name: what compiled graphs know the group by. Default: ``world`` or the process group's name, then ``/1``, ...
-            for further groups on it, by order of creation.
+        name: what compiled graphs know the group by. Default: ``world`` or the process group's name, then
+            ``/1``, ... for further groups on it, by order of creation.
         channels: how many independent channels barriers, signals and push buffers have, from 0.
         buffer_bytes: staging memory of each rank for collectives; larger payloads are worked off in parts.
-        timeout: seconds, or a timedelta, that any wait may take, this construction included. May be set later.
+        timeout: seconds, or a timedelta, that any wait may take, this construction included. May be set
+            later.
 
     Raises:
         SyncError: the ranks disagree on an argument, run on different hosts, or there is too little memory.
@@ -107,18 +140,31 @@ class SyncGroup:
         timeout: float | timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         process_group = rendezvous.resolve_group(group)
+        state = rendezvous.of_group(process_group)
+        shared_name = name if name is not None else rendezvous.default_name(process_group)
+        try:
+            where = torch.device(device) if device is not None else _default_device(process_group)
+            seconds = _seconds(timeout)
+        except (RuntimeError, TypeError) as error:
+            state.rendezvous.refuse(str(error), "SyncGroup", shared_name, Deadline(DEFAULT_TIMEOUT))
+            raise SyncError(str(error)) from None
         self._set_up(
-            rendezvous.of_group(process_group).rendezvous,
-            device=torch.device(device) if device is not None else _default_device(process_group),
-            shared_name=name if name is not None else rendezvous.default_name(process_group),
+            state.rendezvous,
+            # Weak: a group must not keep the store of a destroyed process group, nor its port.
+            weakref.ref(state.rendezvous),
+            device=where,
+            shared_name=shared_name,
             channels=channels,
             buffer_bytes=buffer_bytes,
-            timeout=_seconds(timeout),
+            timeout=seconds,
         )
+        if name is None:
+            state.default_names += 1
 
     def _set_up(
         self,
         meeting: Rendezvous,
+        find_meeting: Callable[[], Rendezvous | None],
         *,
         device: torch.device,
         shared_name: str,
@@ -128,14 +174,22 @@ class SyncGroup:
         own_name: str | None = None,
         token: torch.Tensor | None = None,
     ) -> None:
-        """Meets the other ranks and maps the shared memory. ``own_name``: of a virtual rank, unlike its peers'."""
+        """Meets the other ranks and maps the shared memory.
+
+        ``find_meeting`` finds ``meeting`` again, as long as it is of use. ``own_name``: of a virtual rank,
+        unlike its peers'.
+        """
         self.name = own_name or shared_name
         self.device = device
         self.channels = channels
-        self._rendezvous = meeting
+        self.rank: int = meeting.rank
+        self.world_size: int = meeting.world_size
+        self._find_meeting = find_meeting
         self._timeout = timeout
-        self._pid = os.getpid()
         deadline = Deadline(timeout)
+        if complaint := self._complaint(buffer_bytes):
+            meeting.refuse(complaint, "SyncGroup", shared_name, deadline)
+            raise SyncError(f"gpusync: SyncGroup '{shared_name}': {complaint}")
         host = _host()
         arguments = {
             "device": device.type,
@@ -143,7 +197,6 @@ class SyncGroup:
             "channels": channels,
             "buffer_bytes": buffer_bytes,
             "call": "SyncGroup",
-            "error": self._complaint(),
         }
         meeting.agree(arguments, "SyncGroup", shared_name, deadline)
         places = meeting.exchange([host, _pid_namespace()], "SyncGroup", shared_name, deadline)
@@ -169,24 +222,34 @@ class SyncGroup:
             len({namespace for _, namespace in places}) == 1,
         )
         _open_names.add(self.name)
-        # Closes on garbage collection and at exit too. In a forked child it must not: the group is the parent's.
-        self._finalizer = weakref.finalize(self, _close, self.name, self._pid)
-        meeting.exchange(None, "SyncGroup", shared_name, deadline)
+        # Closes on garbage collection and at exit too, but not in a forked child: the group is the parent's.
+        self._finalizer = weakref.finalize(self, _close, self.name, os.getpid())
+        try:
+            meeting.exchange(None, "SyncGroup", shared_name, deadline)
+        except BaseException:
+            self.close()
+            raise
 
-    def _complaint(self) -> str:
-        """What is wrong with this rank's own arguments; peers are told, so that they need not wait for the timeout."""
-        if self._rendezvous.world_size > MAX_RANKS:
-            return f"a group has at most {MAX_RANKS} ranks, not {self._rendezvous.world_size}"
-        if not isinstance(self.channels, int) or not 1 <= self.channels <= 1024:
-            return f"channels must be a whole number from 1 to 1024, not {self.channels!r}"
+    def _complaint(self, buffer_bytes: int) -> str:
+        """What is wrong with this rank's own arguments; peers are told, so that they need not wait for it."""
+        if not isinstance(self.name, str) or not self.name:
+            return f"name must be a string that is not empty, not {self.name!r}"
+        if self.world_size > MAX_RANKS:
+            return (
+                f"a group has at most {MAX_RANKS} ranks, not {self.world_size}: make one for each part of "
+                "them, with torch.distributed.new_group"
+            )
+        if not _is_whole(self.channels) or not 1 <= self.channels <= MAX_CHANNELS:
+            return f"channels must be a whole number from 1 to {MAX_CHANNELS}, not {self.channels!r}"
+        if not _is_whole(buffer_bytes) or not 1 <= buffer_bytes <= MAX_BUFFER_BYTES:
+            return f"buffer_bytes must be a whole number from 1 to {MAX_BUFFER_BYTES}, not {buffer_bytes!r}"
         if self.device.type != "cpu":
             return f"device '{self.device}' has no back end: this version works on 'cpu'"
         if self.name in _open_names:
-            return f"this process already has an open group '{self.name}': close it first or choose another name"
+            return (
+                f"this process already has an open group '{self.name}': close it first or choose another name"
+            )
         return ""
-
-    rank = property(lambda self: self._rendezvous.rank, doc="My rank in the group.")
-    world_size = property(lambda self: self._rendezvous.world_size, doc="How many ranks the group has.")
 
     @property
     def timeout(self) -> float:
@@ -195,8 +258,16 @@ class SyncGroup:
 
     @timeout.setter
     def timeout(self, value: float | timedelta) -> None:
-        self._timeout = _seconds(value)
-        ops._set_timeout(self.name, self._timeout)
+        seconds = _seconds(value)
+        self._ask(ops._set_timeout, seconds)
+        self._timeout = seconds
+
+    def _ask(self, op: Any, *arguments: Any) -> Any:
+        """Run an op that takes no token."""
+        try:
+            return op(self.name, *arguments)
+        except RuntimeError as error:
+            raise errors.translate(error, self.name) from None
 
     def _call(self, op: Any, *arguments: Any) -> Any:
         """Run an op. In eager code its errors get their class; compiled code raises them as RuntimeError."""
@@ -210,8 +281,9 @@ class SyncGroup:
     def barrier(self, channel: int = 0, fence: bool = True) -> None:
         """Wait until every rank has called it as often as I have.
 
-        With ``fence`` all ranks' earlier writes are visible to all ranks after it. Without, nobody passes before all
-        have arrived, but data is ordered only as far as a kernel boundary orders it (on the CPU: fully).
+        With ``fence`` all ranks' earlier writes are visible to all ranks after it. Without, nobody passes
+        before all have arrived, but data is ordered only as far as a kernel boundary orders it (on the CPU:
+        fully).
 
         Raises:
             SyncTimeoutError, SyncMismatchError: see the classes.
@@ -219,7 +291,10 @@ class SyncGroup:
         self._call(ops.barrier.default, channel, fence)
 
     def signal(self, dst: int, channel: int = 0) -> None:
-        """Add one to the counter that rank ``dst`` waits on. Never blocks; my earlier writes go with it (release)."""
+        """Add one to the counter that rank ``dst`` waits on; my earlier writes go with it (release).
+
+        Never blocks.
+        """
         self._call(ops.signal.default, dst, channel)
 
     def wait_signal(self, src: int, channel: int = 0) -> None:
@@ -233,7 +308,7 @@ class SyncGroup:
     def pull_start(self, channel: int = 0) -> None:
         """First half of a pull: wait until every rank's input is ready to be read. A barrier of its own.
 
-        The arrival is relaxed: it speaks for the writes of earlier kernels (on the CPU: of all earlier calls).
+        The arrival is relaxed: it speaks for writes of earlier kernels (on the CPU: of all earlier calls).
         """
         self._call(ops.pull_start.default, channel)
 
@@ -249,15 +324,16 @@ class SyncGroup:
         return self._call(ops.push_epoch.default, channel)  # type: ignore[no-any-return]
 
     def push_exit(self, channel: int = 0) -> None:
-        """End the push under way: the next one uses the other half. Two halves suffice when in every push every rank
-        receives something from every rank."""
+        """End the push under way: the next one uses the other half. Two halves suffice when in every push
+        every rank receives something from every rank."""
         self._call(ops.push_exit.default, channel)
 
     def all_reduce(self, x: torch.Tensor, reduce_op: str = "sum", algo: str = "auto") -> torch.Tensor:
         """Reduce ``x`` over the ranks, out of place; every rank gets the same bits.
 
         Args:
-            x: float32, float64, float16, bfloat16, int32 or int64, any shape and strides, the same on all ranks.
+            x: float32, float64, float16, bfloat16, int32 or int64, any shape and strides, the same on all
+                ranks.
             reduce_op: ``sum``, ``max`` or ``min``, in rank order; the 16-bit types are reduced in float32.
             algo: ``auto`` or ``pull_one_shot``.
 
@@ -272,44 +348,67 @@ class SyncGroup:
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricBuffer:
         """Make a symmetric buffer, zeroed. Collective, bounded by the timeout.
 
+        It lives as long as the group is open.
+
+        Args:
+            name: not yet used for a buffer of this group.
+            shape: the same on all ranks; may hold zeros.
+            dtype: any but the quantized ones.
+
         Raises:
-            SyncError: the ranks disagree, the name is taken, or there is too little memory.
+            SyncError: the ranks disagree, the name is taken, there is too little memory, the group is closed,
+                or its process group was destroyed.
+            SyncTimeoutError, SyncMismatchError: some ranks did not make the call, or the group is broken.
         """
-        size = torch.Size(shape)
+        self.check()
+        meeting = self._find_meeting()
+        if meeting is None:
+            raise SyncError(
+                f"gpusync: the process group of group '{self.name}' was destroyed, and buffers are made "
+                "through it: make them before torch.distributed.destroy_process_group()"
+            )
+        deadline = Deadline(self._timeout, watch=self.check)
+        try:
+            if not isinstance(name, str) or not name:
+                raise SyncError(f"name must be a string that is not empty, not {name!r}")
+            size = _checked_shape(shape)
+            if not isinstance(dtype, torch.dtype) or dtype in _QUANTIZED:
+                raise SyncError(f"dtype must be a torch.dtype and not a quantized one, not {dtype!r}")
+            if (self.name, name) in buffer_meta:
+                raise SyncError(f"group '{self.name}' already has a buffer '{name}': choose another name")
+        except SyncError as error:
+            meeting.refuse(str(error), "buffer", self.name, deadline)
+            raise SyncError(f"gpusync: buffer '{name}': {error}") from None
         stride = -(-max(size.numel() * dtype.itemsize, 1) // _ALIGNMENT) * _ALIGNMENT
-        deadline = Deadline(self._timeout)
-        meeting = self._rendezvous
-        arguments = {
-            "call": "buffer",
-            "buffer": name,
-            "shape": list(size),
-            "dtype": str(dtype),
-            "error": f"it already has a buffer '{name}'" if (self.name, name) in buffer_meta else "",
-        }
+        arguments = {"call": "buffer", "buffer": name, "shape": list(size), "dtype": str(dtype)}
         meeting.agree(arguments, "buffer", self.name, deadline)
+        # Behind its last round all ranks have mapped it: a peer may put before I have told the library.
         shared = memory.share(meeting, stride * self.world_size, "buffer", self.name, deadline)
         ops._cpu_buffer(shared, self.name, name, list(size), dtype, stride)
         buffer_meta[self.name, name] = (size, dtype)
-        meeting.exchange(None, "buffer", self.name, deadline)
         return SymmetricBuffer(self, name, size, dtype)
 
     @property
     def is_broken(self) -> bool:
         """Has any rank given up on a wait? Then every op of the group fails at once. Never blocks."""
-        return bool(ops._failure(self.name)[0])
+        return bool(self._ask(ops._failure)[0])
 
     def check(self) -> None:
-        """Raise the error, with all its fields, that broke the group; return if there is none. Never blocks."""
-        error = errors.failure(self.name)
+        """Raise the error, with all its fields, that broke the group; return if none has. Never blocks."""
+        error = self._ask(errors.failure)
         if error is not None:
             raise error
 
     def dump(self) -> str:
         """The flight record: who the ranks are and what each called last, as text."""
-        return str(ops._dump(self.name))
+        return str(self._ask(ops._dump))
 
     def close(self) -> None:
-        """Give up the group in this process; its ops fail from now on. Idempotent, and not collective."""
+        """Give up the group in this process; its ops fail from now on. Idempotent, and not collective.
+
+        A peer that still waits for this rank is told at once. To make the group again under the same name
+        (compiled functions know it by that), pass ``name=``: default names count up.
+        """
         self._finalizer()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SyncGroup":
@@ -317,12 +416,14 @@ class SyncGroup:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"a SyncGroup ('{self.name}') cannot be pickled: it is this process's view of shared memory. Save the model's "
-            "state_dict instead, and make the group anew where it is loaded."
+            f"a SyncGroup ('{self.name}') cannot be pickled: it is this process's view of shared memory. "
+            "Save the model's state_dict instead, and make the group anew where it is loaded."
         )
 
     def __repr__(self) -> str:
-        return f"SyncGroup({self.name!r}, rank={self.rank}, world_size={self.world_size}, device={self.device})"
+        return (
+            f"SyncGroup({self.name!r}, rank={self.rank}, world_size={self.world_size}, device={self.device})"
+        )
 
 
 def _close(name: str, pid: int) -> None:

@@ -1,5 +1,6 @@
 """Shared memory of the ranks of one host."""
 
+import contextlib
 import errno
 import os
 import secrets
@@ -10,8 +11,12 @@ import torch
 from torch_gpusync.errors import SyncError
 from torch_gpusync.rendezvous import Deadline, Rendezvous
 
-# How much of what is free a mapping may take: past the limit the kernel kills processes instead of refusing memory.
+# How much of what is free a mapping may take: past the limit the kernel kills processes instead of refusing
+# memory.
 _HEADROOM = 0.9
+
+_NO_SPACE = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
+_NAMED_FOLDER = "/dev/shm"
 
 
 def _read_int(path: Path) -> int | None:
@@ -23,7 +28,7 @@ def _read_int(path: Path) -> int | None:
 
 
 def _cgroup_free() -> int | None:
-    """Bytes left under the tightest memory limit of this process's control groups, or None without a limit."""
+    """Bytes left under the tightest memory limit of this process's control groups; None without a limit."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -78,13 +83,14 @@ def _require_free(nbytes: int) -> None:
     free = free_bytes()
     if free is not None and nbytes > _HEADROOM * free:
         raise SyncError(
-            f"not enough memory: {nbytes} bytes of shared memory are needed and {free} bytes are free (MemAvailable and "
-            "the control group's limit): use a smaller buffer, a smaller buffer_bytes or fewer channels"
+            f"not enough memory: {nbytes} bytes of shared memory are needed and {free} bytes are free "
+            "(MemAvailable and the control group's limit): use a smaller buffer, a smaller buffer_bytes or "
+            "fewer channels"
         )
 
 
-def _identity(fd: int) -> list[int]:
-    status = os.fstat(fd)
+def _identity(file: int | str) -> list[int]:
+    status = os.stat(file)
     return [status.st_dev, status.st_ino]
 
 
@@ -106,7 +112,7 @@ def _create_anonymous(nbytes: int) -> int:
 
 
 def _create_named(nbytes: int) -> tuple[int, str]:
-    path = f"/dev/shm/gpusync-{secrets.token_hex(16)}"
+    path = f"{_NAMED_FOLDER}/gpusync-{secrets.token_hex(16)}"
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, nbytes)
@@ -120,22 +126,24 @@ def _create_named(nbytes: int) -> tuple[int, str]:
 def share(rendezvous: Rendezvous, nbytes: int, what: str, group: str, deadline: Deadline) -> torch.Tensor:
     """Zeroed memory of ``nbytes`` that all ranks map: a 1-D uint8 tensor, page-aligned. Collective.
 
-    Rank 0 owns a file without a name and its peers open it through ``/proc``; where they cannot (other PID namespaces)
-    a named file takes its place, unlinked as soon as all have mapped it. Nothing is left behind by a killed process
-    but, for that moment, the named file.
+    Rank 0 owns a file without a name and its peers open it through ``/proc``; where they cannot (other PID
+    namespaces) a named file takes its place, unlinked as soon as all have mapped it. Nothing is left behind
+    by a killed process but, for that moment, the named file.
 
     Raises:
         SyncError: too little memory, or the ranks cannot reach one another's memory; on all ranks.
         SyncTimeoutError: some ranks did not come.
     """
-    attempts = (_share_anonymous, _share_named)
-    for attempt in attempts:
-        memory, reasons = attempt(rendezvous, nbytes, what, group, deadline)
+    reasons: list[str] = []
+    for attempt in (_share_anonymous, _share_named):
+        memory, problems = attempt(rendezvous, nbytes, what, group, deadline)
         if memory is not None:
             return memory
+        reasons += problems
     raise SyncError(
-        f"gpusync: {what} of group '{group}': the ranks cannot map one another's memory ({'; '.join(reasons)}): they "
-        "have to run on one host as one user, and share the PID namespace or /dev/shm"
+        f"gpusync: {what} of group '{group}': the ranks cannot map one another's memory "
+        f"({'; '.join(reasons)}): they have to run on one host as one user, and share the PID namespace or "
+        "/dev/shm"
     )
 
 
@@ -149,8 +157,16 @@ def _share_anonymous(
             _require_free(nbytes)
             fd = _create_anonymous(nbytes)
             offer = {"path": f"/proc/{os.getpid()}/fd/{fd}", "identity": _identity(fd)}
-        except (SyncError, OSError) as error:
-            offer = {"error": _explain(error, nbytes)}
+        except SyncError as error:
+            offer = {"error": str(error)}
+        except OSError as error:
+            # Where a sandbox forbids files without a name, another kind of file may do.
+            short = error.errno in _NO_SPACE
+            offer = (
+                {"error": _explain(error, nbytes)}
+                if short
+                else {"problem": f"memfd_create: {error.strerror}"}
+            )
     return _adopt(rendezvous, nbytes, what, group, deadline, offer, fd)
 
 
@@ -164,18 +180,20 @@ def _share_named(
             fd, path = _create_named(nbytes)
             offer = {"path": path, "identity": _identity(fd)}
         except OSError as error:
-            offer = {"error": _explain(error, nbytes)}
+            offer = {"error": f"in {_NAMED_FOLDER}: {_explain(error, nbytes)}"}
     try:
         return _adopt(rendezvous, nbytes, what, group, deadline, offer, fd)
     finally:
         if path:
-            os.unlink(path)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
 
-def _explain(error: Exception, nbytes: int) -> str:
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM):
-        return f"no space for {nbytes} bytes of shared memory ({error.strerror}): use smaller buffers"
-    return str(error)
+def _explain(error: OSError, nbytes: int) -> str:
+    text = f"cannot make a file of {nbytes} bytes of shared memory ({error.strerror})"
+    if error.errno in _NO_SPACE:
+        return f"{text}: use a smaller buffer, a smaller buffer_bytes or fewer channels, or make room for it"
+    return text
 
 
 def _adopt(
@@ -192,13 +210,16 @@ def _adopt(
         offered = rendezvous.exchange(offer, what, group, deadline)[0]
         if "error" in offered:
             raise SyncError(f"gpusync: {what} of group '{group}': {offered['error']}")
+        if "problem" in offered:
+            return None, [offered["problem"]]
         memory, problem = None, ""
         try:
-            if rendezvous.rank != 0:
-                fd = os.open(offered["path"], os.O_RDWR | os.O_CLOEXEC)
-            if _identity(fd) != offered["identity"]:
+            # Looked at before it is opened: in another PID namespace the path may lead to anything.
+            if _identity(offered["path"]) != offered["identity"]:
                 problem = f"rank {rendezvous.rank}: {offered['path']} is another file there"
             else:
+                if rendezvous.rank != 0:
+                    fd = os.open(offered["path"], os.O_RDWR | os.O_CLOEXEC)
                 memory = _map(fd, nbytes)
         except (OSError, RuntimeError) as error:
             problem = f"rank {rendezvous.rank}: {error}"

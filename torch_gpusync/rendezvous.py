@@ -1,10 +1,11 @@
 """How ranks agree while they set something up: through the process group's own c10d store."""
 
 import json
+import threading
 import time
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any
 
 import torch.distributed as dist
@@ -14,11 +15,12 @@ from torch_gpusync.errors import SyncError, SyncTimeoutError
 
 
 class Deadline:
-    """The moment when a set-up call gives up."""
+    """The moment when a set-up call gives up. ``watch`` is called meanwhile, and raises to give up before."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, watch: Callable[[], None] | None = None) -> None:
         self.start = time.monotonic()
         self.seconds = seconds
+        self.watch = watch
 
     @property
     def waited(self) -> float:
@@ -29,88 +31,260 @@ class Deadline:
         return self.waited > self.seconds
 
 
+# Verdicts on a round, as stored. A round that was not met names the rank that ended it and why.
+_MET = "met"
+_TIMEOUT, _REFUSED, _LEFT = "timeout", "refused", "left"
+_STORE_GRACE = 0.8  # seconds beyond the deadline for the store to answer
+
+
 class Rendezvous:
     """The ranks of one process group, meeting over its store.
 
-    Set-up calls are numbered in the order in which a rank makes them, whatever they are, so that ranks which make
-    different ones meet and find out. Keys are removed as soon as every rank has read them.
+    A set-up call is a series of rounds, numbered in the order in which a rank makes them, whatever they are,
+    so that ranks which make different calls meet and find out. In a round every rank publishes a value and
+    waits for all the others'. Each round ends with one verdict for all, by the store's compare-and-set: met,
+    or given up by the first rank that could not wait any longer. So no rank goes on from a round that a peer
+    has given up, and all of them are in step for another try.
+
+    Keys of a round that was met are removed by the last rank to read them; of the others the verdict remains.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, global_ranks: Sequence[int], prefix: str) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, global_ranks: Sequence[int], prefix: str
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.global_ranks = list(global_ranks)
         self._store = store
         self._prefix = prefix
         self._round = 0
-        self._last_key: str | None = None
-
-    def exchange(self, value: Any, what: str, group: str, deadline: Deadline) -> list[Any]:
-        """Everybody's ``value`` (JSON), by rank. ``what`` and ``group`` are for the error.
-
-        Raises:
-            SyncTimeoutError: some ranks had not come at the deadline.
-        """
-        self._round += 1
-        keys = [f"{self._prefix}/{self._round}/{r}" for r in range(self.world_size)]
-        self._store.set(keys[self.rank], json.dumps(value))
-        missing = list(range(self.world_size))
-        pause = 0.0002
-        while True:
-            # Polled, not waited for: Ctrl-C has to work, and stores differ in how they bound a wait.
-            missing = [r for r in missing if not self._store.check([keys[r]])]
-            if not missing:
-                break
-            if deadline.expired:
-                raise self._timeout(what, group, missing, deadline)
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
-        values = [json.loads(self._store.get(key)) for key in keys]
-        # Whoever came to this round had read the round before.
-        if self._last_key is not None:
-            self._store.delete_key(self._last_key)
-        self._last_key = keys[self.rank]
-        return values
+        self._step = 0  # rounds since the call began
+        self._skipped = ""  # why earlier rounds were given up without this rank
+        self._left_behind: threading.Thread | None = None  # waits for a store that did not answer in time
 
     def agree(self, arguments: dict[str, Any], what: str, group: str, deadline: Deadline) -> None:
-        """Check that all ranks make the same set-up call with the same ``arguments``.
+        """Begin a set-up call: check that all ranks make the same one with the same ``arguments``.
 
         Raises:
-            SyncError: they do not, or one of them found its own arguments wrong (key ``"error"``).
+            SyncError: they do not, or one of them has refused it.
+            SyncTimeoutError: some ranks had not come at the deadline.
         """
-        everybody = self.exchange(arguments, what, group, deadline)
-        for r, theirs in enumerate(everybody):
-            if theirs.get("error"):
-                raise SyncError(f"gpusync: {what} of group '{group}' failed on rank {r}: {theirs['error']}")
+        everybody = self._run(lambda stop: self._open(arguments, what, group, deadline, stop), deadline)
         for key in sorted({key for theirs in everybody for key in theirs}):
             values = [theirs.get(key) for theirs in everybody]
             if any(value != values[0] for value in values):
                 listed = "; ".join(f"rank {r}: {value!r}" for r, value in enumerate(values))
                 raise SyncError(
-                    f"gpusync: the ranks of group '{group}' disagree on {key} in {what} ({listed}): make the same "
-                    "calls with the same arguments, in the same order, on every rank"
+                    f"gpusync: the ranks of group '{group}' disagree on {key} in {what} ({listed}): make the "
+                    "same calls with the same arguments, in the same order, on every rank"
                 )
 
-    def _timeout(self, what: str, group: str, missing: list[int], deadline: Deadline) -> SyncTimeoutError:
-        names = ", ".join(f"rank {r} (global {self.global_ranks[r]})" for r in missing)
+    def refuse(self, reason: str, what: str, group: str, deadline: Deadline) -> None:
+        """Tell the peers that this rank cannot make the set-up call, instead of :meth:`agree`: they raise
+        ``reason``.
+
+        Does not wait for them. The caller raises the error itself.
+        """
+
+        def body(stop: threading.Event) -> None:
+            self._skip(what, group)
+            self._begin_round()
+            self._conclude({"kind": _REFUSED, "rank": self.rank, "why": reason})
+
+        self._run(body, deadline)
+
+    def exchange(self, value: Any, what: str, group: str, deadline: Deadline) -> list[Any]:
+        """One more round of a call that :meth:`agree` has begun: everybody's ``value`` (JSON), by rank.
+
+        Raises:
+            SyncTimeoutError: some ranks had not come at the deadline.
+            SyncError: a rank has left the call, or the store does not answer.
+        """
+        told: list[Any] = self._run(lambda stop: self._meet(value, what, group, deadline, stop), deadline)
+        return told
+
+    def confirm(self, problem: str, what: str, group: str, deadline: Deadline) -> None:
+        """A round that tells whether every rank's part has worked (``problem`` is empty); else all raise."""
+        for r, theirs in enumerate(self.exchange(problem, what, group, deadline)):
+            if theirs:
+                raise SyncError(f"gpusync: {what} of group '{group}' failed on rank {r}: {theirs}")
+
+    # ---- one round
+
+    def _key(self, name: str | int, number: int | None = None) -> str:
+        return f"{self._prefix}/{self._round if number is None else number}/{name}"
+
+    def _begin_round(self) -> None:
+        self._round += 1
+
+    def _verdict(self, number: int) -> dict[str, Any] | None:
+        """Why round ``number`` was given up; None while it is open and when it was met."""
+        key = self._key("verdict", number)
+        if not self._store.check([key]):
+            return None
+        text = self._store.get(key).decode()
+        return None if text == _MET else json.loads(text)
+
+    def _conclude(self, verdict: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Propose a verdict (None: met) on the round; the first proposal stands and is returned."""
+        text = _MET if verdict is None else json.dumps(verdict)
+        standing = self._store.compare_set(self._key("verdict"), "", text).decode()
+        return None if standing == _MET else json.loads(standing)
+
+    def _skip(self, what: str, group: str) -> None:
+        """Pass over rounds that were given up before this rank came: peers that try again are beyond them."""
+        self._step, self._skipped = 0, ""
+        while (verdict := self._verdict(self._round + 1)) is not None:
+            self._begin_round()
+            if verdict["kind"] == _REFUSED:
+                raise self._given_up(verdict, what, group)
+            self._skipped = f" (rank {verdict['rank']} has given up an earlier one)"
+
+    def _open(
+        self, arguments: dict[str, Any], what: str, group: str, deadline: Deadline, stop: threading.Event
+    ) -> list[Any]:
+        self._skip(what, group)
+        return self._meet(arguments, what, group, deadline, stop)
+
+    def _meet(
+        self, value: Any, what: str, group: str, deadline: Deadline, stop: threading.Event
+    ) -> list[Any]:
+        self._begin_round()
+        keys = [self._key(r) for r in range(self.world_size)]
+        self._store.set(keys[self.rank], json.dumps([self._step, value]))
+        try:
+            verdict = self._await(keys, deadline, stop)
+        except SyncError as error:  # of deadline.watch
+            self._conclude({"kind": _LEFT, "rank": self.rank, "why": str(error)})
+            raise
+        if verdict is not None:
+            self._store.delete_key(keys[self.rank])
+            raise self._given_up(verdict, what, group)
+        told = [json.loads(self._store.get(key)) for key in keys]
+        if self._store.add(self._key("read"), 1) == self.world_size:
+            for key in (*keys, self._key("verdict"), self._key("read")):
+                self._store.delete_key(key)
+        steps = [step for step, _ in told]
+        if any(step != steps[0] for step in steps):
+            apart = ", ".join(f"rank {r}: step {step}" for r, step in enumerate(steps))
+            raise SyncError(
+                f"gpusync: {what} of group '{group}': the ranks are not in the same set-up call ({apart}), "
+                "for one of them has left an earlier one halfway: make the call again on all ranks"
+            )
+        self._step += 1
+        return [value for _, value in told]
+
+    def _await(self, keys: list[str], deadline: Deadline, stop: threading.Event) -> dict[str, Any] | None:
+        """Wait for everybody's key; the round's verdict."""
+        pause = 0.0002
+        while not self._store.check(keys):
+            # Polled, not waited for: a peer may give the round up, and not every store bounds a wait.
+            verdict = self._verdict(self._round)
+            if verdict is not None:
+                return verdict
+            if stop.is_set():
+                return self._conclude({"kind": _LEFT, "rank": self.rank, "why": "it was interrupted"})
+            if deadline.watch is not None:
+                deadline.watch()
+            if deadline.expired:
+                missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
+                if missing:
+                    waited = deadline.waited
+                    return self._conclude(
+                        {"kind": _TIMEOUT, "rank": self.rank, "missing": missing, "waited": waited}
+                    )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        return self._conclude(None)
+
+    def _given_up(self, verdict: dict[str, Any], what: str, group: str) -> SyncError:
+        call = f"gpusync: {what}(group='{group}') on {self._name(self.rank)} "
+        by = int(verdict["rank"])
+        if verdict["kind"] == _REFUSED:
+            return SyncError(f"gpusync: {what} of group '{group}' failed on rank {by}: {verdict['why']}")
+        if verdict["kind"] == _LEFT:
+            return SyncError(f"{call}stopped because {self._name(by)} has left it: {verdict['why']}")
+        missing, waited = list(verdict["missing"]), float(verdict["waited"])
+        who = "" if by == self.rank else f"stopped because {self._name(by)} "
         return SyncTimeoutError(
-            f"gpusync: {what}(group='{group}') on rank {self.rank} (global {self.global_ranks[self.rank]}) waited "
-            f"{deadline.waited:.1f} s for {names}: every rank of the process group has to make this call",
+            f"{call}{who}waited {waited:.1f} s for {', '.join(map(self._name, missing))}: every rank of the "
+            f"process group has to make this call{self._skipped}",
             group=group,
             op=what,
             channel=-1,
             missing_ranks=missing,
-            waited_s=deadline.waited,
+            waited_s=waited,
         )
 
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} (global {self.global_ranks[rank]})"
 
-@dataclass
-class _GroupState:
-    rendezvous: Rendezvous
-    default_names: int = 0
+    # ---- bounding the store itself
+
+    def _run(self, body: Callable[[threading.Event], Any], deadline: Deadline) -> Any:
+        """``body(stop)``, bounded by the deadline even when the store's host hangs, which no store call is by
+        itself.
+
+        ``body`` runs in a thread of its own, so that this one can leave it behind, and can take Ctrl-C.
+        """
+        stop = threading.Event()
+        if isinstance(self._store, dist.HashStore):  # in this process: it always answers
+            try:
+                return body(stop)
+            except KeyboardInterrupt:
+                self._conclude({"kind": _LEFT, "rank": self.rank, "why": "it was interrupted"})
+                raise
+        silent = SyncError(
+            f"gpusync: the process group's store has not answered in {deadline.seconds:.1f} s: is the "
+            "process that hosts it (global rank 0, or torchrun) stopped, or its host unreachable?"
+        )
+        if self._left_behind is not None:
+            self._left_behind.join(min(deadline.seconds, threading.TIMEOUT_MAX))
+            if self._left_behind.is_alive():
+                raise silent
+            self._left_behind = None
+        result: futures.Future[Any] = futures.Future()
+
+        def run() -> None:
+            try:
+                result.set_result(body(stop))
+            except BaseException as error:
+                result.set_exception(error)
+
+        thread = threading.Thread(target=run, name="gpusync set-up", daemon=True)
+        thread.start()
+        limit = min(max(deadline.seconds - deadline.waited, 0.0) + _STORE_GRACE, threading.TIMEOUT_MAX)
+        try:
+            return result.result(limit)
+        except futures.TimeoutError:
+            self._left_behind = thread
+            raise silent from None
+        except dist.DistNetworkError as error:
+            raise SyncError(
+                "gpusync: the process group's store does not answer: has the process that hosts it (global "
+                f"rank 0, or torchrun) ended? ({str(error).splitlines()[0]})"
+            ) from None
+        except KeyboardInterrupt:
+            stop.set()
+            futures.wait([result], _STORE_GRACE)  # lets the peers know before this process goes
+            raise
 
 
-_states: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupState] = weakref.WeakKeyDictionary()
+class GroupState:
+    """What is kept for a process group as long as it lives."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rendezvous = Rendezvous(
+            dist.distributed_c10d._get_process_group_store(group),
+            dist.get_rank(group),
+            dist.get_world_size(group),
+            dist.get_process_group_ranks(group),
+            "gpusync",
+        )
+        self.default_names = 0
+
+
+_states: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.WeakKeyDictionary()
 
 
 def resolve_group(group: dist.ProcessGroup | DeviceMesh | str | None) -> dist.ProcessGroup:
@@ -121,37 +295,49 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | str | None) -> dist.Pr
     """
     if not dist.is_initialized():
         raise SyncError(
-            "gpusync: torch.distributed is not initialised: call torch.distributed.init_process_group('gloo') first "
-            "(under torchrun it needs no more arguments), or use torch_gpusync.virtual_ranks(n) for ranks in one process"
+            "gpusync: torch.distributed is not initialised: call "
+            "torch.distributed.init_process_group('gloo') first (under torchrun it needs no more arguments), "
+            "or use torch_gpusync.virtual_ranks(n) for ranks in one process"
         )
+    resolved: Any = group
     if group is None:
         resolved = dist.group.WORLD
     elif isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise SyncError(f"gpusync: a SyncGroup needs a 1-D DeviceMesh, got {group.ndim}-D: pass mesh['dimension']")
+            raise SyncError(
+                f"gpusync: group must be a 1-D DeviceMesh, got {group.ndim}-D: pass mesh['dimension']"
+            )
         resolved = group.get_group()
     elif isinstance(group, str):
-        resolved = dist.distributed_c10d._resolve_process_group(group)
-    else:
-        resolved = group
+        try:
+            resolved = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+        except (RuntimeError, ValueError, KeyError):
+            raise SyncError(
+                f"gpusync: there is no process group '{group}' here: pass the group itself, or its group_name"
+            ) from None
+    if resolved == dist.GroupMember.NON_GROUP_MEMBER:
+        raise SyncError(
+            "gpusync: this process is not in the process group: make the SyncGroup on its members only"
+        )
     if not isinstance(resolved, dist.ProcessGroup):
-        raise SyncError("gpusync: this process is not in the process group: make the SyncGroup on its members only")
+        raise SyncError(
+            "gpusync: group must be a ProcessGroup, a 1-D DeviceMesh or a process group's name, not "
+            f"{group!r}"
+        )
+    try:
+        dist.get_rank(resolved)
+    except ValueError:
+        raise SyncError(
+            "gpusync: the process group was destroyed: make the SyncGroup on one that is in use"
+        ) from None
     return resolved
 
 
-def of_group(group: dist.ProcessGroup) -> _GroupState:
-    """The state kept for ``group`` as long as it lives."""
+def of_group(group: dist.ProcessGroup) -> GroupState:
+    """The state kept for ``group``."""
     state = _states.get(group)
     if state is None:
-        state = _states[group] = _GroupState(
-            Rendezvous(
-                dist.distributed_c10d._get_process_group_store(group),
-                dist.get_rank(group),
-                dist.get_world_size(group),
-                dist.get_process_group_ranks(group),
-                "gpusync",
-            )
-        )
+        state = _states[group] = GroupState(group)
     return state
 
 
@@ -160,8 +346,6 @@ def default_name(group: dist.ProcessGroup) -> str:
 
     Names are constants of compiled graphs, so they are the same on all ranks and in every run.
     """
-    state = of_group(group)
-    base = "world" if group == dist.group.WORLD else group.group_name
-    name = base if state.default_names == 0 else f"{base}/{state.default_names}"
-    state.default_names += 1
-    return name
+    number = of_group(group).default_names
+    base = "world" if group == dist.group.WORLD else str(group.group_name)
+    return base if number == 0 else f"{base}/{number}"

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from torch_gpusync import _token
-from torch_gpusync.group import DEFAULT_BUFFER_BYTES, DEFAULT_TIMEOUT, SyncGroup, _seconds
+from torch_gpusync.errors import SyncError
+from torch_gpusync.group import DEFAULT_BUFFER_BYTES, DEFAULT_TIMEOUT, MAX_RANKS, SyncGroup, _seconds
 from torch_gpusync.rendezvous import Rendezvous
 
 _default_names = 0
@@ -25,16 +26,23 @@ def virtual_ranks(
 ) -> list[SyncGroup]:
     """A group of ``n`` ranks in this process: on the CPU, each to be used by a thread of its own.
 
-    The ranks go through the same protocol, over the same kind of memory, as ranks in processes do. Collective methods
-    (``buffer`` too) are called by all ranks at the same time, each from its thread. Rank r's name is ``name/r`` and it
-    has an ordering token of its own.
+    The ranks go through the same protocol, over the same kind of memory, as ranks in processes do. Collective
+    methods (``buffer`` too) are called by all ranks at the same time, each from its thread. Rank r's name is
+    ``name/r`` and it has an ordering token of its own.
 
     Args:
         n: number of ranks, 1 to 64.
         device: ``cpu``.
         name: default ``virtual``, then ``virtual1``, ... by order of creation.
         channels, buffer_bytes, timeout: as for :class:`SyncGroup`.
+
+    Raises:
+        SyncError: an argument is out of range, the name is in use, or there is too little memory.
     """
+    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_RANKS:
+        raise SyncError(f"gpusync: virtual_ranks makes 1 to {MAX_RANKS} ranks, not {n!r}")
+    if name is not None and (not isinstance(name, str) or not name):
+        raise SyncError(f"gpusync: name must be a string that is not empty, not {name!r}")
     global _default_names
     if name is None:
         name = "virtual" if _default_names == 0 else f"virtual{_default_names}"
@@ -45,8 +53,10 @@ def virtual_ranks(
 
     def make(rank: int) -> SyncGroup:
         sync = SyncGroup.__new__(SyncGroup)
+        meeting = Rendezvous(store, rank, n, range(n), "gpusync")
         sync._set_up(
-            Rendezvous(store, rank, n, range(n), "gpusync"),
+            meeting,
+            lambda: meeting,
             device=device,
             shared_name=name,
             channels=channels,
@@ -58,5 +68,5 @@ def virtual_ranks(
         return sync
 
     tokens: list[Any] = [_token.new_token(device) for _ in range(n)]
-    with ThreadPoolExecutor(max(n, 1)) as threads:
+    with ThreadPoolExecutor(n) as threads:
         return list(threads.map(make, range(n)))
