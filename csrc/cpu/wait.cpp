@@ -73,11 +73,23 @@ bool Wait::sleep_until(const Semaphore& mine, uint32_t peer, uint64_t expected) 
   }
 }
 
+/// A rank that arrives stores one slot after the other. A peer whose slot came first may have passed already, before the
+/// state said that a decision is under way; so an arrival in any rank's row counts, and nobody gives up what another
+/// has passed. (It is an arrival like any other: its loads acquire.)
 uint64_t Wait::missing(const Semaphore& mine, uint64_t expected) const {
+  const bool meeting = m_awaited == m_group.all_ranks();  // else a signal, meant for me alone
+  const auto* const base = reinterpret_cast<const char*>(&m_group.page(m_group.rank()));
   uint64_t mask = 0;
   for (uint32_t r = 0; r < m_group.world_size(); ++r) {
     const uint64_t bit = uint64_t{1} << r;
-    if ((m_awaited & bit) != 0 && compare(mine.acquire_from(r), expected) == Seen::kNotYet) mask |= bit;
+    if ((m_awaited & bit) == 0) continue;
+    bool come = compare(mine.acquire_from(r), expected) != Seen::kNotYet;
+    for (uint32_t owner = 0; meeting && !come && owner < m_group.world_size(); ++owner) {
+      const ptrdiff_t distance = reinterpret_cast<const char*>(&m_group.page(owner)) - base;
+      const auto& row = *reinterpret_cast<const Semaphore*>(reinterpret_cast<const char*>(&mine) + distance);
+      come = compare(row.acquire_from(r), expected) == Seen::kArrived;
+    }
+    if (!come) mask |= bit;
   }
   return mask;
 }
