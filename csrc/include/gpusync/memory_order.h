@@ -4,8 +4,10 @@
 // Device: everything is `.sys`, because a peer may be another GPU and a narrower scope would be a data race in the PTX
 // memory model; the "memory" clobber keeps the compiler from moving ordinary accesses across.
 // Host: a publish is sequentially consistent whatever its fence, because a rank that publishes then looks whether the
-// reader sleeps, and those two must not be swapped (cpu/wait.h). The order stands on the operation and not on a
-// separate fence: ThreadSanitizer does not model fences.
+// reader sleeps and whether the group still lives, and those must not be swapped (cpu/wait.h, cpu/failure.cpp). So is
+// the acquire: the reader's side of the same two handshakes writes first and reads the slot then, and a mere acquire
+// load may overtake that write where the machine has such loads (ARMv8.3). The order stands on the operation and not on
+// a separate fence: ThreadSanitizer does not model fences.
 #pragma once
 
 #include "gpusync/layout.h"
@@ -50,7 +52,7 @@ GPUSYNC_HD uint64_t acquire(const uint64_t* word) {
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
   return value;
 #else
-  return std::atomic_ref<uint64_t>(*const_cast<uint64_t*>(word)).load(std::memory_order_acquire);
+  return std::atomic_ref<uint64_t>(*const_cast<uint64_t*>(word)).load(std::memory_order_seq_cst);
 #endif
 }
 
