@@ -4,9 +4,7 @@
 Start with :class:`SyncGroup`, or with :func:`virtual_ranks` to try it in one process.
 """
 
-from pathlib import Path
-
-from torch_gpusync import nn
+from torch_gpusync import _library, nn
 from torch_gpusync.buffer import SymmetricBuffer
 from torch_gpusync.errors import SyncError, SyncMismatchError, SyncTimeoutError
 from torch_gpusync.group import SyncGroup
@@ -28,4 +26,4 @@ __all__ = [
 
 def include_path() -> str:
     """The folder to pass to a compiler as ``-I`` for ``#include <gpusync/pull_controller.h>`` and the other headers."""
-    return str(Path(__file__).parent / "include")
+    return str(_library.path().parent / "include")
