@@ -1,64 +1,26 @@
 // The CPU kernels of the ops: tensors to pointers, and the checks that need torch. The work is in cpu/.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include <atomic>
 #include <optional>
 #include <tuple>
 
 #include "registry.h"
+#include "tensor_args.h"
 
 namespace gpusync {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 /// Makes the schema's `Tensor(a!) token` true; nothing depends on the value.
 void touch(const Tensor& token) {
-  if (token.numel() < 1 || token.scalar_type() != ScalarType::Int) {
-    throw std::runtime_error("gpusync: the first argument must be the group's ordering token (sync.token)");
-  }
-  std::atomic_ref<int32_t>(*static_cast<int32_t*>(token.mutable_data_ptr())).fetch_add(1, std::memory_order_relaxed);
+  std::atomic_ref<int32_t>(*token_address(token)).fetch_add(1, std::memory_order_relaxed);
 }
 
 std::shared_ptr<cpu::Group> enter(const Tensor& token, const std::string& group_name) {
   auto group = find_group(group_name);
   touch(token);
   return group;
-}
-
-DType to_dtype(ScalarType type) {
-  switch (type) {
-    case ScalarType::Float: return DType::kFloat32;
-    case ScalarType::Double: return DType::kFloat64;
-    case ScalarType::Half: return DType::kFloat16;
-    case ScalarType::BFloat16: return DType::kBFloat16;
-    case ScalarType::Int: return DType::kInt32;
-    case ScalarType::Long: return DType::kInt64;
-    default: return DType::kOther;
-  }
-}
-
-ReduceOp to_reduce_op(const std::string& name) {
-  if (name == "sum") return ReduceOp::kSum;
-  if (name == "max") return ReduceOp::kMax;
-  if (name == "min") return ReduceOp::kMin;
-  throw std::runtime_error("gpusync: unknown reduce_op '" + name + "': use 'sum', 'max' or 'min'");
-}
-
-Algo to_algo(const std::string& name) {
-  if (name == "auto" || name == "pull_one_shot") return Algo::kPullOneShot;
-  throw std::runtime_error("gpusync: unknown algo '" + name + "' for a CPU group: use 'auto' or 'pull_one_shot'");
-}
-
-Tensor packed(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
-
-cpu::Payload payload_of(const Tensor& x) {
-  const auto sizes = x.sizes();
-  return {to_dtype(x.scalar_type()), static_cast<uint64_t>(x.numel()), {sizes.begin(), sizes.end()}};
 }
 
 void check_on_cpu(const Tensor& x, const char* op) {
@@ -102,10 +64,7 @@ void put(Tensor token, std::string group_name, std::string buffer_name, Tensor x
   check_on_cpu(x, "put");
   const auto group = find_group(group_name);
   const cpu::Buffer& buffer = group->buffer(buffer_name);
-  if (static_cast<int64_t>(x.scalar_type()) != buffer.scalar_type) {
-    throw std::runtime_error("gpusync: put into buffer '" + buffer_name + "' needs the buffer's dtype: convert with "
-                             "x.to(buffer.dtype)");
-  }
+  check_dtype_of_put(buffer, x);
   const Tensor source = packed(x);
   group->put(buffer, rank, offset, source.const_data_ptr(), payload_of(source));
   touch(token);
@@ -115,19 +74,28 @@ Tensor get(Tensor token, std::string group_name, std::string buffer_name, int64_
            std::optional<std::vector<int64_t>> size, int64_t offset, std::optional<ScalarType> dtype) {
   const auto group = find_group(group_name);
   const cpu::Buffer& buffer = group->buffer(buffer_name);
-  const auto type = static_cast<ScalarType>(buffer.scalar_type);
-  if (dtype && *dtype != type) {
-    throw std::runtime_error("gpusync: get from buffer '" + buffer_name + "' expects another dtype than the buffer has: "
-                             "was it made anew under the same name after this function was compiled?");
-  }
-  const std::vector<int64_t>& shape = size ? *size : buffer.shape;
-  for (const int64_t extent : shape) {
-    if (extent < 0) throw std::runtime_error("gpusync: get needs sizes of zero or more");
-  }
-  Tensor result = torch::stable::new_empty(token, shape, type);
+  Tensor result = torch::stable::new_empty(token, shape_of_get(buffer, size), dtype_of_get(buffer, dtype));
   group->get(buffer, rank, offset, result.mutable_data_ptr(), payload_of(result));
   touch(token);
   return result;
+}
+
+int64_t read_offset(const Tensor& offset) {
+  check_on_cpu(offset, "an offset tensor");
+  if (offset.numel() != 1 || offset.scalar_type() != ScalarType::Long) {
+    throw std::runtime_error("gpusync: an offset tensor must hold one int64");
+  }
+  return *static_cast<const int64_t*>(offset.const_data_ptr());
+}
+
+void put_tensor_offset(Tensor token, std::string group_name, std::string buffer_name, Tensor x, int64_t rank,
+                       Tensor offset) {
+  put(token, group_name, buffer_name, x, rank, read_offset(offset));
+}
+
+Tensor get_tensor_offset(Tensor token, std::string group_name, std::string buffer_name, int64_t rank,
+                         std::optional<std::vector<int64_t>> size, Tensor offset, std::optional<ScalarType> dtype) {
+  return get(token, group_name, buffer_name, rank, size, read_offset(offset), dtype);
 }
 
 Tensor all_reduce(Tensor token, std::string group_name, Tensor x, std::string reduce_op, std::string algo) {
@@ -135,9 +103,7 @@ Tensor all_reduce(Tensor token, std::string group_name, Tensor x, std::string re
   const ReduceOp op = to_reduce_op(reduce_op);
   const Algo chosen = to_algo(algo);
   const cpu::Payload payload = payload_of(x);
-  if (payload.dtype == DType::kOther) {
-    throw std::runtime_error("gpusync: all_reduce takes float32, float64, float16, bfloat16, int32 and int64: convert x");
-  }
+  check_reducible(payload);
   const auto group = enter(token, group_name);
   const Tensor input = packed(x);
   Tensor output = torch::stable::new_empty(input, payload.sizes);
@@ -223,7 +189,9 @@ STABLE_TORCH_LIBRARY_IMPL(gpusync, CPU, m) {
   m.impl("push_epoch", TORCH_BOX(&gpusync::push_epoch));
   m.impl("push_exit", TORCH_BOX(&gpusync::push_exit));
   m.impl("put", TORCH_BOX(&gpusync::put));
+  m.impl("put.tensor_offset", TORCH_BOX(&gpusync::put_tensor_offset));
   m.impl("get", TORCH_BOX(&gpusync::get));
+  m.impl("get.tensor_offset", TORCH_BOX(&gpusync::get_tensor_offset));
   m.impl("all_reduce", TORCH_BOX(&gpusync::all_reduce));
   m.impl("_cpu_open", TORCH_BOX(&gpusync::cpu_open));
   m.impl("_cpu_buffer", TORCH_BOX(&gpusync::cpu_buffer));

@@ -18,6 +18,12 @@ STABLE_TORCH_LIBRARY(gpusync, m) {
   m.def(
       "get(Tensor(a!) token, str group_name, str buffer, int rank=-1, SymInt[]? size=None, SymInt offset=0, "
       "ScalarType? dtype=None) -> Tensor");
+  // The same with the offset in a device tensor (one int64), which may change between the replays of a graph.
+  m.def(
+      "put.tensor_offset(Tensor(a!) token, str group_name, str buffer, Tensor x, int rank, Tensor offset) -> ()");
+  m.def(
+      "get.tensor_offset(Tensor(a!) token, str group_name, str buffer, int rank, SymInt[]? size, Tensor offset, "
+      "ScalarType? dtype=None) -> Tensor");
   m.def(
       "all_reduce(Tensor(a!) token, str group_name, Tensor x, str reduce_op=\"sum\", str algo=\"auto\") -> Tensor");
 
@@ -27,6 +33,10 @@ STABLE_TORCH_LIBRARY(gpusync, m) {
       "_cpu_open(Tensor memory, str group_name, int rank, int world_size, int channels, int staging_bytes, "
       "float timeout, int global_rank, str host, bool pids_visible) -> ()");
   m.def("_cpu_buffer(Tensor memory, str group_name, str buffer, int[] shape, ScalarType dtype, int stride) -> ()");
+  m.def("_cuda_pad_bytes(int channels, int staging_bytes) -> int");
+  m.def("_cuda_open(Tensor pad, str group_name, int[] pads, int staging_bytes, int max_blocks) -> ()");
+  m.def("_cuda_buffer(Tensor memory, str group_name, str buffer, int[] shape, ScalarType dtype, int[] parts) -> ()");
+  m.def("_cuda_probe(str group_name, int phase) -> int[]");
   m.def("_close(str group_name) -> ()");
   m.def("_set_timeout(str group_name, float seconds) -> ()");
   m.def("_failure(str group_name) -> (int[], str[])");

@@ -7,27 +7,21 @@
 namespace gpusync::cpu {
 namespace {
 
-CallRecord record(Op op, const Payload& payload, uint32_t rank) {
-  CallRecord call;
-  call.op = op;
-  call.dtype = payload.dtype;
-  call.peer = static_cast<int16_t>(rank);
-  call.ndim = 1;
-  call.sizes[0] = static_cast<int64_t>(payload.numel);
-  return call;
-}
-
 char* locate(const Buffer& buffer, uint32_t rank, int64_t offset, const Payload& payload, const char* op) {
-  if (offset < 0 || static_cast<uint64_t>(offset) > buffer.numel || payload.numel > buffer.numel - offset) {
-    throw std::runtime_error(std::string("gpusync: ") + op + " of " + std::to_string(payload.numel) +
-                             " elements at offset " + std::to_string(offset) + " does not fit buffer '" + buffer.name +
-                             "' of " + std::to_string(buffer.numel) + " elements: offsets count elements, and nothing "
-                             "was copied");
-  }
+  check_fits(buffer, offset, payload.numel, op);
   return buffer.base + rank * buffer.stride + static_cast<uint64_t>(offset) * buffer.item_bytes;
 }
 
 }  // namespace
+
+void check_fits(const Buffer& buffer, int64_t offset, uint64_t numel, const char* op) {
+  if (offset < 0 || static_cast<uint64_t>(offset) > buffer.numel || numel > buffer.numel - offset) {
+    throw std::runtime_error(std::string("gpusync: ") + op + " of " + std::to_string(numel) +
+                             " elements at offset " + std::to_string(offset) + " does not fit buffer '" + buffer.name +
+                             "' of " + std::to_string(buffer.numel) + " elements: offsets count elements, and nothing "
+                             "was copied");
+  }
+}
 
 void Group::add_buffer(Buffer buffer) {
   const std::unique_lock lock(m_buffers_mutex);

@@ -6,11 +6,38 @@
 
 namespace gpusync::cpu {
 
+namespace {
+
+void write_payload(CallRecord& call, const Payload& payload) {
+  call.dtype = payload.dtype;
+  call.ndim = static_cast<uint8_t>(payload.sizes.size());
+  std::copy_n(payload.sizes.begin(), std::min<size_t>(payload.sizes.size(), kRecordedDims), call.sizes);
+}
+
+}  // namespace
+
+CallRecord record(Op op, const Payload& payload, uint32_t peer) {
+  CallRecord call;
+  call.op = op;
+  call.peer = static_cast<int16_t>(peer);
+  write_payload(call, payload);
+  return call;
+}
+
+CallRecord record(const CallKey& key, const Payload& payload) {
+  CallRecord call;
+  call.op = key.op;
+  call.reduce_op = key.reduce_op;
+  call.algo = key.algo;
+  write_payload(call, payload);
+  return call;
+}
+
 void CallRing::write(const CallRecord& record) {
   uint64_t words[kRecordWords];
   std::memcpy(words, &record, sizeof record);
   // Calls without a payload, the frequent ones, fit the first two words.
-  const uint32_t used = record.ndim == 0 ? 2 : kRecordWords;
+  const uint32_t used = record.dtype == DType::kNone ? 2 : kRecordWords;
   uint64_t* target = m_words[record.number % kRecords];
   for (uint32_t i = 0; i < used; ++i) {
     std::atomic_ref<uint64_t>(target[i]).store(words[i], std::memory_order_relaxed);

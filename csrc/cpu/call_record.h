@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "gpusync/fingerprint.h"
 
@@ -26,6 +27,29 @@ struct CallRecord {
 
 inline constexpr uint32_t kRecordWords = 8;
 static_assert(sizeof(CallRecord) == kRecordWords * sizeof(uint64_t));
+
+/// The record of a call that has a channel or a peer.
+inline CallRecord record(Op op, uint32_t channel, bool fence = false, int64_t peer = -1) {
+  CallRecord call;
+  call.op = op;
+  call.channel = static_cast<int16_t>(channel);
+  call.peer = static_cast<int16_t>(peer);
+  call.fence = fence;
+  return call;
+}
+
+/// What put, get and collectives work on: `numel` contiguous elements.
+struct Payload {
+  DType dtype;
+  uint64_t numel;
+  std::vector<int64_t> sizes;
+};
+
+/// The record of a call that copies a payload to or from `peer`.
+CallRecord record(Op op, const Payload& payload, uint32_t peer);
+
+/// The record of a collective.
+CallRecord record(const CallKey& key, const Payload& payload);
 
 /// The last calls of one rank. Written by that rank alone, read by anybody at any time: single words are atomic, a
 /// record as a whole may be torn, which a message can live with.

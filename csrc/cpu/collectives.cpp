@@ -7,26 +7,24 @@
 
 namespace gpusync::cpu {
 
+CallKey Group::collective_key(const Payload& payload, ReduceOp reduce_op, Algo algo) const {
+  return {.op = Op::kAllReduce,
+          .dtype = payload.dtype,
+          .reduce_op = reduce_op,
+          .algo = algo,
+          .numel = payload.numel,
+          .skipped = m_skipped};
+}
+
 void Group::all_reduce(const void* input, void* output, const Payload& payload, ReduceOp reduce_op, Algo algo) {
   const std::lock_guard turn(m_channel_mutex[m_config.channels]);
   if (payload.numel == 0) {
-    ++m_skipped;
+    skip();
     return;
   }
-  CallRecord call;
-  call.op = Op::kAllReduce;
-  call.dtype = payload.dtype;
-  call.reduce_op = reduce_op;
-  call.algo = algo;
-  call.ndim = static_cast<uint8_t>(std::max<size_t>(payload.sizes.size(), 1));
-  call.sizes[0] = 1;
-  std::copy_n(payload.sizes.begin(), std::min<size_t>(payload.sizes.size(), kRecordedDims), call.sizes);
-  const uint32_t key = fingerprint({.op = Op::kAllReduce,
-                                    .dtype = payload.dtype,
-                                    .reduce_op = reduce_op,
-                                    .algo = algo,
-                                    .numel = payload.numel,
-                                    .skipped = m_skipped});
+  const CallKey agreed = collective_key(payload, reduce_op, algo);
+  const uint32_t key = fingerprint(agreed);
+  CallRecord call = record(agreed, payload);
   begin(call);
   Wait wait(*this, call, all_ranks());
   const size_t item = item_bytes(payload.dtype);

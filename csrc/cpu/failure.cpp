@@ -39,6 +39,19 @@ char process_state(int32_t pid) {
   return name_end != std::string::npos && name_end + 2 < line.size() ? line[name_end + 2] : 0;
 }
 
+/// What a slot's word says of a call.
+CallRecord from_slot(uint64_t slot) {
+  const auto fingerprint = static_cast<uint32_t>(slot >> 32);
+  CallRecord call;
+  call.number = static_cast<uint32_t>(slot);
+  call.op = op_of(fingerprint);
+  call.fence = fence_of(fingerprint);
+  call.dtype = dtype_of(fingerprint);
+  call.reduce_op = reduce_op_of(fingerprint);
+  call.algo = algo_of(fingerprint);
+  return call;
+}
+
 bool is_dead(int32_t pid) {
   if (kill(pid, 0) != 0 && errno == ESRCH) return true;
   const char state = process_state(pid);
@@ -86,7 +99,7 @@ Group::Verdict Group::give_up(Reason reason, const CallRecord& call, double wait
   if (reason == Reason::kTimeout && absent == 0) {
     return move_state(deciding, before) ? Verdict::kComplete : Verdict::kBroken;
   }
-  write_failure(reason, call, waited, absent);
+  write_failure(reason, call, waited, absent, m_config.rank);
   move_state(deciding, deciding.with(m_config.rank, Phase::kBroken));
   for (uint32_t r = 0; r < m_config.world_size; ++r) ring_doorbell(r);
   return Verdict::kBroken;
@@ -106,21 +119,26 @@ bool Group::settle() {
   }
 }
 
-void Group::write_failure(Reason reason, const CallRecord& call, double waited, uint64_t missing) {
+void Group::write_failure(Reason reason, const CallRecord& call, double waited, uint64_t missing, uint32_t rank,
+                          const uint64_t* seen) {
   FailureRecord& record = group_page().failure;
   record.reason = reason;
-  record.rank = m_config.rank;
+  record.rank = rank;
   record.missing = missing;
   record.waited_us = static_cast<uint64_t>(waited * 1e6);
   record.call = call;
   for (uint32_t r = 0; r < m_config.world_size; ++r) {
     const uint32_t calls = std::atomic_ref<uint32_t>(page(r).calls).load(std::memory_order_relaxed);
     record.calls[r] = calls == 0 ? CallRecord{} : page(r).ring.read(calls);
+    // A host runs ahead of its device, and a replayed graph does without it: the slot knows better.
+    if (seen != nullptr && op_of(static_cast<uint32_t>(seen[r] >> 32)) != record.calls[r].op) {
+      record.calls[r] = from_slot(seen[r]);
+    }
   }
-  const RankPage& mine = page(m_config.rank);
+  const RankPage& mine = page(rank);
   std::string text = std::string(name(call.op)) + "(group='" + m_config.name + "', ";
   if (call.channel >= 0) text += "channel=" + std::to_string(call.channel) + ", ";
-  text += "call " + std::to_string(call.number) + ") on rank " + std::to_string(m_config.rank) + " (global " +
+  text += "call " + std::to_string(call.number) + ") on rank " + std::to_string(rank) + " (global " +
           std::to_string(mine.global_rank) + ", host " + mine.host + ", pid " + std::to_string(mine.pid) + ") ";
   switch (reason) {
     case Reason::kTimeout: {
@@ -143,13 +161,38 @@ void Group::write_failure(Reason reason, const CallRecord& call, double waited, 
       }
       break;
     }
+    case Reason::kBadOffset: text += "got an offset, in a device tensor, that lies outside the buffer"; break;
     case Reason::kInterrupted:
     case Reason::kNone: text += "was interrupted by SIGINT after " + seconds(waited); break;
   }
   std::snprintf(record.text, sizeof record.text, "%s", text.c_str());
 }
 
-const FailureRecord* Group::failure() const {
+/// Kernels cannot put a failure into words: what they left in the shared page becomes the group's failure record here, by
+/// whichever rank's host looks first.
+void Group::take_over_device_failure() {
+  DeviceFailure& device = group_page().device_failure;
+  const auto reason =
+      static_cast<DeviceReason>(std::atomic_ref<uint32_t>(device.reason).load(std::memory_order_acquire));
+  if (reason == DeviceReason::kNone) return;
+  const State before = state();
+  const State deciding = before.with(m_config.rank, Phase::kDeciding);
+  if (before.phase() != Phase::kOk || !move_state(before, deciding)) {
+    settle();
+    return;
+  }
+  CallRecord call = from_slot(Arrival{device.epoch, device.fingerprint}.pack());
+  if (device.channel < m_config.channels) call.channel = static_cast<int16_t>(device.channel);
+  write_failure(reason == DeviceReason::kTimeout    ? Reason::kTimeout
+                : reason == DeviceReason::kMismatch ? Reason::kMismatch
+                                                    : Reason::kBadOffset,
+                call, static_cast<double>(device.waited_ns) * 1e-9, device.missing, device.rank,
+                reason == DeviceReason::kMismatch ? device.seen : nullptr);
+  move_state(deciding, deciding.with(m_config.rank, Phase::kBroken));
+}
+
+const FailureRecord* Group::failure() {
+  if (m_device_part != nullptr) take_over_device_failure();
   return state().phase() == Phase::kBroken ? &group_page().failure : nullptr;
 }
 

@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "futex.h"
@@ -35,7 +36,6 @@ Group::Group(GroupConfig config, void* memory, std::shared_ptr<void> keep_alive)
       m_memory(memory),
       m_keep_alive(std::move(keep_alive)),
       m_layout(m_config.world_size, m_config.channels, m_config.staging_bytes),
-      m_timeout(m_config.timeout),
       m_spins(spins_for(m_config.world_size)),
       m_channel_mutex(m_config.channels + 1) {
   watch_forks();
@@ -52,6 +52,7 @@ Group::Group(GroupConfig config, void* memory, std::shared_ptr<void> keep_alive)
     m_push.emplace_back(&channel(m_config.rank, c).push_calls);
   }
   RankPage& mine = page(m_config.rank);
+  set_timeout(m_config.timeout);
   mine.global_rank = m_config.global_rank;
   std::strncpy(mine.host, m_config.host.c_str(), sizeof mine.host - 1);
   std::atomic_ref<int32_t>(mine.pid).store(getpid(), std::memory_order_release);
@@ -69,11 +70,17 @@ void Group::begin(CallRecord& call) {
                              "' was made before this process was forked and belongs to the parent: make a group of its "
                              "own in the child (or start children with the 'spawn' or 'forkserver' method)");
   }
-  if (state().phase() == Phase::kBroken) throw_broken(call);
+  if (failure() != nullptr) throw_broken(call);
   RankPage& mine = page(m_config.rank);
   call.number = std::atomic_ref<uint32_t>(mine.calls).load(std::memory_order_relaxed) + 1;
   mine.ring.write(call);
   std::atomic_ref<uint32_t>(mine.calls).store(call.number, std::memory_order_relaxed);
+}
+
+void Group::set_timeout(double seconds) {
+  // Longer than half a century is for ever.
+  const double ns = std::min(seconds * 1e9, 0x1p61);
+  std::atomic_ref<uint64_t>(page(m_config.rank).timeout_ns).store(static_cast<uint64_t>(ns), std::memory_order_relaxed);
 }
 
 void Group::ring_doorbell(uint32_t rank) const {

@@ -48,12 +48,8 @@ struct Buffer {
   std::shared_ptr<void> keep_alive;
 };
 
-/// What a collective works on: `numel` contiguous elements.
-struct Payload {
-  DType dtype;
-  uint64_t numel;
-  std::vector<int64_t> sizes;
-};
+/// Throws when `numel` elements at `offset` do not lie inside the buffer.
+void check_fits(const Buffer& buffer, int64_t offset, uint64_t numel, const char* op);
 
 class Group {
  public:
@@ -92,7 +88,7 @@ class Group {
   /// Is it hopeless to wait for `rank`: its process is gone, or it has closed the group?
   bool is_gone(uint32_t rank) const;
   /// Null while the group is not broken.
-  const FailureRecord* failure() const;
+  const FailureRecord* failure();
   std::string failure_text() const;
   /// The last calls of every rank, oldest first, as text.
   std::string dump() const;
@@ -103,13 +99,26 @@ class Group {
   template <class Body>
   void synchronize(CallRecord call, uint64_t awaited, Body&& body);
 
+  /// A zero-size collective: it advances nothing but this count, which the ranks must agree on.
+  void skip() { ++m_skipped; }
+  CallKey collective_key(const Payload& payload, ReduceOp reduce_op, Algo algo) const;
+
+  // --- for ranks on GPUs (../cuda/): the device part of the group, and what its kernels see of the host
+  void set_device_part(std::shared_ptr<void> part) { m_device_part = std::move(part); }
+  void* device_part() const { return m_device_part.get(); }
+  std::pair<void*, size_t> device_visible() const { return {m_memory, m_layout.staging(0, 0)}; }
+  DeviceFailure* device_failure() const { return &group_page().device_failure; }
+  const uint64_t* timeout_ns() const { return &page(m_config.rank).timeout_ns; }
+
   // --- what the above and Wait share
+  uint32_t checked_channel(int64_t channel) const;
+  uint32_t checked_rank(int64_t rank) const;
   const GroupConfig& config() const { return m_config; }
   uint32_t world_size() const { return m_config.world_size; }
   uint32_t rank() const { return m_config.rank; }
   uint64_t all_ranks() const { return ~uint64_t{0} >> (kMaxRanks - m_config.world_size); }
-  double timeout() const { return m_timeout.load(std::memory_order_relaxed); }
-  void set_timeout(double seconds) { m_timeout.store(seconds, std::memory_order_relaxed); }
+  double timeout() const { return static_cast<double>(load(page(m_config.rank).timeout_ns)) * 1e-9; }
+  void set_timeout(double seconds);
   int spins() const { return m_spins; }
   RankPage& page(uint32_t rank) const { return *at<RankPage>(m_layout.rank_page(rank)); }
   State state() const {
@@ -128,12 +137,15 @@ class Group {
   T* at(size_t offset) const {
     return reinterpret_cast<T*>(static_cast<char*>(m_memory) + offset);
   }
+  static uint64_t load(const uint64_t& word) {
+    return std::atomic_ref<uint64_t>(const_cast<uint64_t&>(word)).load(std::memory_order_relaxed);
+  }
   GroupPage& group_page() const { return *at<GroupPage>(0); }
   Channel& channel(uint32_t rank, uint32_t channel) const { return *at<Channel>(m_layout.channel(rank, channel)); }
-  uint32_t checked_channel(int64_t channel) const;
-  uint32_t checked_rank(int64_t rank) const;
   bool move_state(State from, State to);
-  void write_failure(Reason reason, const CallRecord& call, double waited, uint64_t missing);
+  void take_over_device_failure();
+  void write_failure(Reason reason, const CallRecord& call, double waited, uint64_t missing, uint32_t rank,
+                     const uint64_t* seen = nullptr);
   std::string describe_rank(uint32_t rank) const;
   char* staging(uint32_t rank, uint32_t half) const { return at<char>(m_layout.staging(rank, half)); }
   bool all_reduce_one_shot(const char* input, char* output, uint64_t numel, DType dtype, ReduceOp reduce_op, uint32_t key,
@@ -143,7 +155,6 @@ class Group {
   void* m_memory;
   std::shared_ptr<void> m_keep_alive;
   Layout m_layout;
-  std::atomic<double> m_timeout;
   int m_spins;
   unsigned m_fork_generation;
   uint32_t m_skipped = 0;  // zero-size collectives so far
@@ -153,6 +164,7 @@ class Group {
   mutable std::deque<std::mutex> m_channel_mutex;  // threads of this process on one channel take turns
   mutable std::shared_mutex m_buffers_mutex;
   std::unordered_map<std::string, std::unique_ptr<Buffer>> m_buffers;
+  std::shared_ptr<void> m_device_part;
 };
 
 }  // namespace gpusync::cpu

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "call_record.h"
+#include "gpusync/device_wait.h"
 #include "gpusync/semaphore.h"
 #include "gpusync/signal_controller.h"
 
@@ -27,7 +28,7 @@ struct State {
   State with(uint32_t rank, Phase phase) const { return make(generation(), rank, phase); }
 };
 
-enum class Reason : uint32_t { kNone, kTimeout, kMismatch, kInterrupted };
+enum class Reason : uint32_t { kNone, kTimeout, kMismatch, kInterrupted, kBadOffset };
 
 /// Why the group is broken: written once, by the rank that moved the state to kBroken, before it did so.
 struct FailureRecord {
@@ -43,6 +44,7 @@ struct FailureRecord {
 struct GroupPage {
   alignas(kLineBytes) uint32_t state;
   alignas(kLineBytes) FailureRecord failure;
+  alignas(kLineBytes) DeviceFailure device_failure;  // written by kernels of ranks on GPUs
 };
 
 struct RankPage {
@@ -53,6 +55,7 @@ struct RankPage {
   alignas(kLineBytes) int32_t pid;
   int32_t global_rank;
   char host[64];
+  alignas(kLineBytes) uint64_t timeout_ns;
   // What it called.
   alignas(kLineBytes) uint32_t calls;
   alignas(kLineBytes) CallRing ring;

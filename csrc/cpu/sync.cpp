@@ -4,15 +4,6 @@
 namespace gpusync::cpu {
 namespace {
 
-CallRecord record(Op op, uint32_t channel, bool fence = false, int64_t peer = -1) {
-  CallRecord call;
-  call.op = op;
-  call.channel = static_cast<int16_t>(channel);
-  call.peer = static_cast<int16_t>(peer);
-  call.fence = fence;
-  return call;
-}
-
 uint32_t key(Op op, bool fence = false) { return fingerprint({.op = op, .fence = fence}); }
 
 }  // namespace

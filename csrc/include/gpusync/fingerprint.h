@@ -44,4 +44,11 @@ GPUSYNC_HD constexpr uint32_t fingerprint(const CallKey& key) {
          static_cast<uint32_t>(key.algo) << 16 | static_cast<uint32_t>(sizes >> 48);
 }
 
+// What of a fingerprint can be read back.
+GPUSYNC_HD constexpr Op op_of(uint32_t fingerprint) { return static_cast<Op>(fingerprint >> 27); }
+GPUSYNC_HD constexpr bool fence_of(uint32_t fingerprint) { return (fingerprint >> 26 & 1) != 0; }
+GPUSYNC_HD constexpr DType dtype_of(uint32_t fingerprint) { return static_cast<DType>(fingerprint >> 22 & 0xf); }
+GPUSYNC_HD constexpr ReduceOp reduce_op_of(uint32_t fingerprint) { return static_cast<ReduceOp>(fingerprint >> 19 & 7); }
+GPUSYNC_HD constexpr Algo algo_of(uint32_t fingerprint) { return static_cast<Algo>(fingerprint >> 16 & 7); }
+
 }  // namespace gpusync

@@ -1,0 +1,36 @@
+// CUDA calls that fail throw. (torch's own macro would need libtorch_cuda, which a CPU-only torch has not.)
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace gpusync::cuda {
+
+inline void check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  (void)cudaGetLastError();  // not left behind for somebody else's check
+  throw std::runtime_error(std::string("gpusync: ") + what + " failed: " + cudaGetErrorString(status));
+}
+
+/// Makes `device` current for as long as it lives.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    check(cudaGetDevice(&m_before), "cudaGetDevice");
+    m_changed = m_before != device;
+    if (m_changed) check(cudaSetDevice(device), "cudaSetDevice");
+  }
+  ~DeviceGuard() {
+    if (m_changed) (void)cudaSetDevice(m_before);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int m_before = 0;
+  bool m_changed = false;
+};
+
+}  // namespace gpusync::cuda

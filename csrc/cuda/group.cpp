@@ -1,0 +1,103 @@
+#include "group.h"
+
+#include <cstddef>
+
+#include "check.h"
+
+namespace gpusync::cuda {
+
+Group::Group(cpu::Group& host, DeviceConfig config, std::shared_ptr<void> keep_alive)
+    : m_host(host),
+      m_config(std::move(config)),
+      m_keep_alive(std::move(keep_alive)),
+      m_layout(host.config().channels, m_config.staging_bytes),
+      m_orders((host.config().channels + 1) * kKinds) {
+  const DeviceGuard guard(m_config.device);
+  const uint32_t world_size = host.world_size();
+  const uint32_t rank = host.rank();
+  for (uint32_t c = 0; c <= host.config().channels; ++c) {
+    Semaphore* rows[kMaxRanks];
+    Mailbox* mailboxes[kMaxRanks];
+    for (uint32_t r = 0; r < world_size; ++r) {
+      rows[r] = in_pad<Semaphore>(r, m_layout.semaphores(c));
+      mailboxes[r] = in_pad<Mailbox>(r, m_layout.mailbox(c));
+    }
+    m_pull.emplace_back(rows, rank, world_size);
+    m_signal.emplace_back(mailboxes, rank, world_size);
+  }
+
+  // The hosts' shared memory, for the failure record and the timeout.
+  const auto [address, bytes] = host.device_visible();
+  check(cudaHostRegister(address, bytes, cudaHostRegisterMapped), "cudaHostRegister of the hosts' shared memory");
+  m_registered = address;
+  void* mapped = nullptr;
+  check(cudaHostGetDevicePointer(&mapped, address, 0), "cudaHostGetDevicePointer");
+  const auto on_device = [&](auto* p) {
+    return reinterpret_cast<decltype(p)>(static_cast<char*>(mapped) +
+                                         (reinterpret_cast<const char*>(p) - static_cast<const char*>(address)));
+  };
+  WaitEscape escape{};
+  escape.claim = in_pad<uint32_t>(0, m_layout.claim());
+  for (uint32_t r = 0; r < world_size; ++r) escape.status[r] = in_pad<uint32_t>(r, m_layout.status());
+  escape.failure = on_device(host.device_failure());
+  escape.timeout_ns = on_device(host.timeout_ns());
+  escape.rank = rank;
+  escape.world_size = world_size;
+  check(cudaMalloc(reinterpret_cast<void**>(&m_escape), sizeof escape), "cudaMalloc");
+  check(cudaMemcpy(m_escape, &escape, sizeof escape, cudaMemcpyHostToDevice), "cudaMemcpy");
+  for (Order& order : m_orders) {
+    check(cudaEventCreateWithFlags(&order.eager.event, cudaEventDisableTiming), "cudaEventCreate");
+    check(cudaEventCreateWithFlags(&order.captured.event, cudaEventDisableTiming), "cudaEventCreate");
+  }
+  preload();
+}
+
+Group::~Group() {
+  int before = 0;
+  // At exit the driver may be gone already, and with it all that would be freed here.
+  if (cudaGetDevice(&before) != cudaSuccess || cudaSetDevice(m_config.device) != cudaSuccess) return;
+  for (Order& order : m_orders) {
+    if (order.eager.event != nullptr) (void)cudaEventDestroy(order.eager.event);
+    if (order.captured.event != nullptr) (void)cudaEventDestroy(order.captured.event);
+  }
+  if (m_escape != nullptr) (void)cudaFree(m_escape);  // waits for kernels that may still read it
+  if (m_registered != nullptr) (void)cudaHostUnregister(m_registered);
+  (void)cudaSetDevice(before);
+}
+
+WaitContext Group::context(uint32_t channel) const {
+  return {in_pad<uint32_t>(m_host.rank(), m_layout.status()), m_escape, channel};
+}
+
+Turn::Turn(Group& group, uint32_t channel, Kind kind, cudaStream_t stream) : m_stream(stream) {
+  Group::Order& order = group.m_orders[channel * kKinds + static_cast<uint32_t>(kind)];
+  m_lock = std::unique_lock(order.mutex);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long capture = 0;
+  check(cudaStreamGetCaptureInfo(stream, &status, &capture), "cudaStreamGetCaptureInfo");
+  const bool capturing = status == cudaStreamCaptureStatusActive;
+  m_last = capturing ? &order.captured : &order.eager;
+  if (capturing && m_last->capture != capture) m_last->used = false;  // another graph: nothing in it yet
+  m_last->capture = capture;
+  if (m_last->used && m_last->stream != stream) {
+    check(cudaStreamWaitEvent(stream, m_last->event, 0), "cudaStreamWaitEvent");
+  }
+}
+
+void Turn::end() {
+  check(cudaGetLastError(), "a kernel launch");
+  check(cudaEventRecord(m_last->event, m_stream), "cudaEventRecord");
+  m_last->stream = m_stream;
+  m_last->used = true;
+}
+
+Group& of(const cpu::Group& host) {
+  auto* group = static_cast<Group*>(host.device_part());
+  if (group == nullptr) {
+    throw std::runtime_error("gpusync: group '" + host.config().name +
+                             "' is a CPU group: make a SyncGroup(device='cuda') for CUDA tensors");
+  }
+  return *group;
+}
+
+}  // namespace gpusync::cuda

@@ -1,0 +1,143 @@
+// The device side of a group whose ranks are GPUs (or share one). No torch here. The host side, with who is who, call
+// records and failures, is the same as on the CPU: a cpu::Group over memory that the ranks' hosts share.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "cpu/group.h"
+#include "gpusync/device_wait.h"
+#include "gpusync/push_controller.h"
+#include "pad.h"
+
+namespace gpusync::cuda {
+
+struct DeviceConfig {
+  int device;
+  std::vector<int64_t> pads;  // every rank's pad, as mapped into this process
+  size_t staging_bytes;
+  uint32_t max_blocks;  // so that all blocks of all ranks on one GPU are resident together
+};
+
+/// Every rank's part of a symmetric buffer.
+struct DeviceBuffer {
+  std::vector<int64_t> parts;
+  std::shared_ptr<void> keep_alive;
+};
+
+/// One launch: where it goes and what it tells the device.
+struct Launch {
+  cudaStream_t stream;
+  int32_t* token;
+};
+
+/// What a kernel reads an offset from: a number, or a device tensor that may change between replays of a graph.
+struct Offset {
+  int64_t value;
+  const int64_t* device;
+};
+
+class Group {
+ public:
+  Group(cpu::Group& host, DeviceConfig config, std::shared_ptr<void> keep_alive);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  int device() const { return m_config.device; }
+
+  // --- sync.cu
+  void barrier(const Launch& launch, int64_t channel, bool fence);
+  void pull_start(const Launch& launch, int64_t channel);
+  void pull_end(const Launch& launch, int64_t channel, bool fence);
+  void signal(const Launch& launch, int64_t destination, int64_t channel);
+  void wait_signal(const Launch& launch, int64_t source, int64_t channel);
+  void push_epoch(const Launch& launch, int64_t channel, int32_t* result);
+  void push_exit(const Launch& launch, int64_t channel);
+
+  // --- buffers.cu
+  void add_buffer(const std::string& name, DeviceBuffer buffer);
+  void put(const Launch& launch, const cpu::Buffer& buffer, int64_t rank, Offset offset, const void* source,
+           const cpu::Payload& payload);
+  void get(const Launch& launch, const cpu::Buffer& buffer, int64_t rank, Offset offset, void* target,
+           const cpu::Payload& payload);
+
+  // --- collectives.cu
+  void all_reduce(const Launch& launch, const void* input, void* output, const cpu::Payload& payload,
+                  ReduceOp reduce_op, Algo algo);
+
+  /// Writes a pattern into, or checks it in, every peer's pad through this process's mappings; returns the ranks whose
+  /// mapping does not work. Phase 0 writes, phase 1 checks what the peers wrote here, phase 2 what is read from them.
+  std::vector<int64_t> probe(int phase);
+
+ private:
+  friend class Turn;
+
+  /// The last op of one channel: eager and inside the capture that was seen last.
+  struct Last {
+    cudaStream_t stream = nullptr;
+    cudaEvent_t event = nullptr;
+    unsigned long long capture = 0;
+    bool used = false;
+  };
+  struct Order {
+    std::mutex mutex;
+    Last eager;
+    Last captured;
+  };
+
+  template <class T>
+  T* in_pad(uint32_t rank, size_t offset) const {
+    return reinterpret_cast<T*>(static_cast<uintptr_t>(m_config.pads[rank]) + offset);
+  }
+  PullController pull(uint32_t channel) const;
+  SignalController signals(uint32_t channel) const;
+  WaitContext context(uint32_t channel) const;
+  void preload() const;
+  char* part(const cpu::Buffer& buffer, uint32_t rank) const;
+  template <bool kFence, bool kStart>
+  void sync(const Launch& launch, Op op, int64_t channel);
+
+  cpu::Group& m_host;
+  DeviceConfig m_config;
+  std::shared_ptr<void> m_keep_alive;
+  PadLayout m_layout;
+  std::vector<PullController> m_pull;
+  std::vector<SignalController> m_signal;
+  WaitEscape* m_escape = nullptr;  // device memory
+  void* m_registered = nullptr;    // the hosts' shared memory, mapped into the device
+  std::vector<Order> m_orders;
+  mutable std::shared_mutex m_buffers_mutex;
+  std::unordered_map<std::string, DeviceBuffer> m_buffers;
+};
+
+/// Ops of one kind share their channel's counters. Signals and waits count apart, so that a wait on one stream does not
+/// hold back the signal on another that it may be waiting for.
+enum class Kind : uint32_t { kSync, kSignal, kWait };
+inline constexpr uint32_t kKinds = 3;
+
+/// One op's turn: ops of one kind on one channel run one after the other whatever streams they are on, also inside a
+/// capture. It waits for the event of the op before, and records its own after the launch. (A replayed graph is ordered
+/// against eager ops on another stream by the user, as any two streams are.)
+class Turn {
+ public:
+  Turn(Group& group, uint32_t channel, Kind kind, cudaStream_t stream);
+  /// After the launch. Throws if it failed.
+  void end();
+
+ private:
+  std::unique_lock<std::mutex> m_lock;
+  Group::Last* m_last;
+  cudaStream_t m_stream;
+};
+
+/// The device part of `host`; throws when it has none.
+Group& of(const cpu::Group& host);
+
+}  // namespace gpusync::cuda

@@ -1,0 +1,40 @@
+// What one rank's peer-mapped device memory holds, from its first byte. Zero before its address is given away.
+#pragma once
+
+#include "gpusync/pull_controller.h"
+#include "gpusync/signal_controller.h"
+
+namespace gpusync::cuda {
+
+/// Thread blocks that one call may use at most, each with semaphores of its own.
+inline constexpr uint32_t kMaxBlocks = 128;
+
+class PadLayout {
+ public:
+  PadLayout(uint32_t channels, size_t staging_bytes)
+      : m_channels(channels + 1), m_half(round_up(staging_bytes / kHalves, kLineBytes)) {}
+
+  /// Status word and, in rank 0's pad, the claim to decide: a line each.
+  size_t status() const { return 0; }
+  size_t claim() const { return kLineBytes; }
+  /// One word for each peer: where the construction tries every mapping out.
+  size_t probe(uint32_t source) const { return 2 * kLineBytes + source * sizeof(uint64_t); }
+  /// Channel `channels`, one beyond the user's, belongs to the collectives.
+  size_t semaphores(uint32_t channel) const { return kHead + channel * kChannel; }
+  size_t mailbox(uint32_t channel) const { return semaphores(channel) + kSemaphores; }
+  size_t push_calls(uint32_t channel) const { return mailbox(channel) + sizeof(Mailbox); }
+  size_t staging(uint32_t half) const { return kHead + m_channels * kChannel + half * m_half; }
+  size_t half_bytes() const { return m_half; }
+  size_t total_bytes() const { return staging(kHalves); }
+
+ private:
+  static constexpr size_t kHead = 2 * kLineBytes + round_up(kMaxRanks * sizeof(uint64_t), kLineBytes);
+  static constexpr size_t kSemaphores = sizeof(Semaphore) * PullController::kStages * kMaxBlocks;
+  static constexpr size_t kChannel =
+      kSemaphores + sizeof(Mailbox) + round_up(kMaxBlocks * sizeof(uint32_t), kLineBytes);
+
+  size_t m_channels;
+  size_t m_half;
+};
+
+}  // namespace gpusync::cuda

@@ -1,0 +1,90 @@
+// From torch's arguments to gpusync's: shared by the kernels of all devices.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cpu/group.h"
+
+namespace gpusync {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline int32_t* token_address(const Tensor& token) {
+  if (token.numel() < 1 || token.scalar_type() != ScalarType::Int) {
+    throw std::runtime_error("gpusync: the first argument must be the group's ordering token (sync.token)");
+  }
+  return static_cast<int32_t*>(token.mutable_data_ptr());
+}
+
+inline DType to_dtype(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float: return DType::kFloat32;
+    case ScalarType::Double: return DType::kFloat64;
+    case ScalarType::Half: return DType::kFloat16;
+    case ScalarType::BFloat16: return DType::kBFloat16;
+    case ScalarType::Int: return DType::kInt32;
+    case ScalarType::Long: return DType::kInt64;
+    default: return DType::kOther;
+  }
+}
+
+inline ReduceOp to_reduce_op(const std::string& name) {
+  if (name == "sum") return ReduceOp::kSum;
+  if (name == "max") return ReduceOp::kMax;
+  if (name == "min") return ReduceOp::kMin;
+  throw std::runtime_error("gpusync: unknown reduce_op '" + name + "': use 'sum', 'max' or 'min'");
+}
+
+inline Algo to_algo(const std::string& name) {
+  if (name == "auto" || name == "pull_one_shot") return Algo::kPullOneShot;
+  throw std::runtime_error("gpusync: unknown algo '" + name + "': use 'auto' or 'pull_one_shot'");
+}
+
+inline Tensor packed(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
+
+inline cpu::Payload payload_of(const Tensor& x) {
+  const auto sizes = x.sizes();
+  return {to_dtype(x.scalar_type()), static_cast<uint64_t>(x.numel()), {sizes.begin(), sizes.end()}};
+}
+
+/// The element type of a `get`'s result; `expected` is what the caller was compiled for.
+inline ScalarType dtype_of_get(const cpu::Buffer& buffer, std::optional<ScalarType> expected) {
+  const auto type = static_cast<ScalarType>(buffer.scalar_type);
+  if (expected && *expected != type) {
+    throw std::runtime_error("gpusync: get from buffer '" + buffer.name + "' expects another dtype than the buffer has: "
+                             "was it made anew under the same name after this function was compiled?");
+  }
+  return type;
+}
+
+inline const std::vector<int64_t>& shape_of_get(const cpu::Buffer& buffer,
+                                                const std::optional<std::vector<int64_t>>& size) {
+  const std::vector<int64_t>& shape = size ? *size : buffer.shape;
+  for (const int64_t extent : shape) {
+    if (extent < 0) throw std::runtime_error("gpusync: get needs sizes of zero or more");
+  }
+  return shape;
+}
+
+inline void check_dtype_of_put(const cpu::Buffer& buffer, const Tensor& x) {
+  if (static_cast<int64_t>(x.scalar_type()) != buffer.scalar_type) {
+    throw std::runtime_error("gpusync: put into buffer '" + buffer.name + "' needs the buffer's dtype: convert with "
+                             "x.to(buffer.dtype)");
+  }
+}
+
+inline void check_reducible(const cpu::Payload& payload) {
+  if (payload.dtype == DType::kOther) {
+    throw std::runtime_error("gpusync: all_reduce takes float32, float64, float16, bfloat16, int32 and int64: convert x");
+  }
+}
+
+}  // namespace gpusync
