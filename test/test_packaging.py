@@ -1,4 +1,4 @@
-"""The package as users get it: the wheel, the library's symbols, the installed headers, what importing costs."""
+"""The package as users get it: the wheel, the library's symbols, the headers, what importing costs."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _undefined_symbols(library: Path) -> set[str]:
 
 @cache
 def _torch_symbols(*flags: str) -> frozenset[str]:
-    """The C functions of torch's shims that this torch's headers declare under the given preprocessor flags."""
+    """The C functions of torch's shims that its headers declare under the given preprocessor flags."""
     shims = ["csrc/inductor/aoti_torch/c/shim.h", "csrc/stable/c/shim.h"]
     includes = [word for shim in shims for word in ("-include", f"torch/{shim}")]
     options = ["-std=c++20", "-E", "-P", "-xc++", f"-I{_TORCH}/include"]
@@ -215,7 +215,7 @@ def test_header_needs_nothing_of_torch(header: str) -> None:
 
 
 def test_import_is_cheap() -> None:
-    """Importing torch._dynamo costs about a second, and only the token, made with the first group, needs it."""
+    """Importing torch._dynamo costs about a second, and only the first group's token needs it."""
     code = "import sys, torch; had = set(sys.modules); import torch_gpusync; print(*(set(sys.modules) - had))"
     new = _run(sys.executable, "-c", code).split()
     assert "torch_gpusync" in new
