@@ -17,8 +17,17 @@ void touch(const Tensor& token) {
   std::atomic_ref<int32_t>(*token_address(token)).fetch_add(1, std::memory_order_relaxed);
 }
 
-std::shared_ptr<cpu::Group> enter(const Tensor& token, const std::string& group_name) {
+std::shared_ptr<cpu::Group> find_cpu_group(const std::string& group_name) {
   auto group = find_group(group_name);
+  if (group->device_part() != nullptr) {
+    throw std::runtime_error("gpusync: group '" + group_name + "' is on a GPU, but the token or the tensor is on the CPU: "
+                             "pass sync.token and tensors on sync.device");
+  }
+  return group;
+}
+
+std::shared_ptr<cpu::Group> enter(const Tensor& token, const std::string& group_name) {
+  auto group = find_cpu_group(group_name);
   touch(token);
   return group;
 }
@@ -62,7 +71,7 @@ void push_exit(Tensor token, std::string group_name, int64_t channel) {
 
 void put(Tensor token, std::string group_name, std::string buffer_name, Tensor x, int64_t rank, int64_t offset) {
   check_on_cpu(x, "put");
-  const auto group = find_group(group_name);
+  const auto group = find_cpu_group(group_name);
   const cpu::Buffer& buffer = group->buffer(buffer_name);
   check_dtype_of_put(buffer, x);
   const Tensor source = packed(x);
@@ -72,9 +81,11 @@ void put(Tensor token, std::string group_name, std::string buffer_name, Tensor x
 
 Tensor get(Tensor token, std::string group_name, std::string buffer_name, int64_t rank,
            std::optional<std::vector<int64_t>> size, int64_t offset, std::optional<ScalarType> dtype) {
-  const auto group = find_group(group_name);
+  const auto group = find_cpu_group(group_name);
   const cpu::Buffer& buffer = group->buffer(buffer_name);
-  Tensor result = torch::stable::new_empty(token, shape_of_get(buffer, size), dtype_of_get(buffer, dtype));
+  const std::vector<int64_t>& shape = shape_of_get(buffer, size);
+  cpu::check_fits(buffer, offset, numel_of(shape), "get");  // before memory is asked for
+  Tensor result = torch::stable::new_empty(token, shape, dtype_of_get(buffer, dtype));
   group->get(buffer, rank, offset, result.mutable_data_ptr(), payload_of(result));
   touch(token);
   return result;
@@ -161,7 +172,7 @@ std::tuple<std::vector<int64_t>, std::vector<std::string>> failure(std::string g
   if (record == nullptr) return {};
   std::vector<int64_t> numbers{static_cast<int64_t>(record->reason), record->rank, record->call.channel,
                                static_cast<int64_t>(record->waited_us)};
-  std::vector<std::string> texts{group->failure_text(), cpu::name(record->call.op)};
+  std::vector<std::string> texts{record->text, cpu::name(record->call.op)};
   for (uint32_t r = 0; r < group->world_size(); ++r) {
     if ((record->missing >> r & 1) != 0) numbers.push_back(r);
     texts.push_back(cpu::describe(record->calls[r]));

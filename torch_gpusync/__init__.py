@@ -8,7 +8,7 @@ from torch_gpusync import _library, nn
 from torch_gpusync.buffer import SymmetricBuffer
 from torch_gpusync.errors import SyncError, SyncMismatchError, SyncTimeoutError
 from torch_gpusync.group import SyncGroup
-from torch_gpusync.virtual import virtual_ranks
+from torch_gpusync.virtual import virtual_buffers, virtual_ranks
 
 __version__ = "0.1.0"
 
@@ -20,6 +20,7 @@ __all__ = [
     "SyncTimeoutError",
     "include_path",
     "nn",
+    "virtual_buffers",
     "virtual_ranks",
 ]
 

@@ -30,33 +30,41 @@ class SymmetricBuffer:
         self.shape = shape
         self.dtype = dtype
 
-    def put(self, x: torch.Tensor, rank: int = -1, offset: int = 0) -> None:
+    def put(self, x: torch.Tensor, rank: int = -1, offset: int | torch.Tensor = 0) -> None:
         """Copy ``x`` into the buffer of ``rank``.
 
         Args:
             x: any shape and strides, of the buffer's dtype, on the group's device; taken in row-major order.
             rank: whose buffer; -1 is my own.
-            offset: where in the buffer, flattened, counted in elements.
+            offset: where in the buffer, flattened, counted in elements. A number is frozen in a CUDA graph; a
+                tensor of one int64, on the group's device, may change between replays.
 
         Raises:
-            SyncError: it does not fit or has another dtype; nothing was copied.
+            SyncError: it does not fit or has another dtype; nothing was copied. (An offset that only the GPU
+                knows breaks the group when it lies outside.)
         """
+        if isinstance(offset, torch.Tensor):
+            self.sync._call(ops.put.tensor_offset, self.name, x, rank, offset)
+            return
         self.sync._call(ops.put.default, self.name, x, rank, offset)
 
-    def get(self, rank: int = -1, size: Sequence[int] | None = None, offset: int = 0) -> torch.Tensor:
+    def get(
+        self, rank: int = -1, size: Sequence[int] | None = None, offset: int | torch.Tensor = 0
+    ) -> torch.Tensor:
         """A copy of the buffer of ``rank``, or of a part of it. The result does not require grad.
 
         Args:
             rank: whose buffer; -1 is my own.
             size: shape of the result; default: the buffer's.
-            offset: first element of the buffer, flattened.
+            offset: first element of the buffer, flattened; a number or a tensor as for :meth:`put`.
 
         Raises:
             SyncError: the part does not lie inside the buffer.
         """
         # Size and dtype are given to the op, so that a compiled graph does not depend on what is registered.
         shape = self.shape if size is None else size
-        part: torch.Tensor = self.sync._call(ops.get.default, self.name, rank, shape, offset, self.dtype)
+        op = ops.get.tensor_offset if isinstance(offset, torch.Tensor) else ops.get.default
+        part: torch.Tensor = self.sync._call(op, self.name, rank, shape, offset, self.dtype)
         return part
 
     def __repr__(self) -> str:

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_gpusync import _token, errors, memory, rendezvous
+from torch_gpusync import _token, cuda_memory, errors, memory, rendezvous
 from torch_gpusync.buffer import SymmetricBuffer
+from torch_gpusync.cuda_memory import PeerMemory, SharedBetweenProcesses
 from torch_gpusync.errors import SyncError
 from torch_gpusync.ops import buffer_meta, ops
 from torch_gpusync.rendezvous import Deadline, Rendezvous
@@ -152,6 +153,7 @@ class SyncGroup:
             state.rendezvous,
             # Weak: a group must not keep the store of a destroyed process group, nor its port.
             weakref.ref(state.rendezvous),
+            SharedBetweenProcesses(process_group.group_name),
             device=where,
             shared_name=shared_name,
             channels=channels,
@@ -165,6 +167,7 @@ class SyncGroup:
         self,
         meeting: Rendezvous,
         find_meeting: Callable[[], Rendezvous | None],
+        peer_memory: PeerMemory,
         *,
         device: torch.device,
         shared_name: str,
@@ -180,8 +183,13 @@ class SyncGroup:
         unlike its peers'.
         """
         self.name = own_name or shared_name
+        if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.channels = channels
+        self._peer_memory = peer_memory
+        self._keep_alive: list[Any] = []  # mappings of peers' GPU memory
+        self.stream: torch.cuda.Stream | None = None  # of a virtual rank on a GPU
         self.rank: int = meeting.rank
         self.world_size: int = meeting.world_size
         self._find_meeting = find_meeting
@@ -201,9 +209,11 @@ class SyncGroup:
         meeting.agree(arguments, "SyncGroup", shared_name, deadline)
         places = meeting.exchange([host, _pid_namespace()], "SyncGroup", shared_name, deadline)
         _check_one_host(shared_name, [place[0] for place in places])
+        # Ranks on GPUs share host memory too, for who is who and what went wrong, but not for data.
+        host_staging = buffer_bytes if device.type == "cpu" else 0
         shared = memory.share(
             meeting,
-            ops._cpu_bytes(meeting.world_size, channels, buffer_bytes),
+            ops._cpu_bytes(meeting.world_size, channels, host_staging),
             "SyncGroup",
             shared_name,
             deadline,
@@ -215,7 +225,7 @@ class SyncGroup:
             meeting.rank,
             meeting.world_size,
             channels,
-            buffer_bytes,
+            host_staging,
             timeout,
             meeting.global_ranks[meeting.rank],
             host["name"],
@@ -225,6 +235,12 @@ class SyncGroup:
         # Closes on garbage collection and at exit too, but not in a forked child: the group is the parent's.
         self._finalizer = weakref.finalize(self, _close, self.name, os.getpid())
         try:
+            if device.type == "cuda":
+                self._keep_alive.append(
+                    cuda_memory.attach(
+                        meeting, peer_memory, self.name, shared_name, device, channels, buffer_bytes, deadline
+                    )
+                )
             meeting.exchange(None, "SyncGroup", shared_name, deadline)
         except BaseException:
             self.close()
@@ -243,8 +259,16 @@ class SyncGroup:
             return f"channels must be a whole number from 1 to {MAX_CHANNELS}, not {self.channels!r}"
         if not _is_whole(buffer_bytes) or not 1 <= buffer_bytes <= MAX_BUFFER_BYTES:
             return f"buffer_bytes must be a whole number from 1 to {MAX_BUFFER_BYTES}, not {buffer_bytes!r}"
-        if self.device.type != "cpu":
-            return f"device '{self.device}' has no back end: this version works on 'cpu'"
+        if self.device.type == "cuda":
+            if not torch.cuda.is_available():
+                return f"device '{self.device}' was asked for, but torch sees no GPU here"
+            if not cuda_memory.has_kernels():
+                return (
+                    f"device '{self.device}' was asked for, but the library was built without nvcc: build it again "
+                    "where nvcc is on PATH"
+                )
+        elif self.device.type != "cpu":
+            return f"device '{self.device}' has no back end: use 'cpu' or 'cuda'"
         if self.name in _open_names:
             return (
                 f"this process already has an open group '{self.name}': close it first or choose another name"
@@ -383,8 +407,15 @@ class SyncGroup:
         arguments = {"call": "buffer", "buffer": name, "shape": list(size), "dtype": str(dtype)}
         meeting.agree(arguments, "buffer", self.name, deadline)
         # Behind its last round all ranks have mapped it: a peer may put before I have told the library.
-        shared = memory.share(meeting, stride * self.world_size, "buffer", self.name, deadline)
-        ops._cpu_buffer(shared, self.name, name, list(size), dtype, stride)
+        if self.device.type == "cuda":
+            part, addresses, keep_alive = self._peer_memory.allocate(
+                meeting, stride, self.device, "buffer", self.name, deadline
+            )
+            self._keep_alive.append(keep_alive)
+            ops._cuda_buffer(part, self.name, name, list(size), dtype, addresses)
+        else:
+            shared = memory.share(meeting, stride * self.world_size, "buffer", self.name, deadline)
+            ops._cpu_buffer(shared, self.name, name, list(size), dtype, stride)
         buffer_meta[self.name, name] = (size, dtype)
         return SymmetricBuffer(self, name, size, dtype)
 

@@ -31,7 +31,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """The fake of every op that returns nothing."""
 
 
-_RETURN_NOTHING = ("barrier", "signal", "wait_signal", "pull_start", "pull_end", "push_exit", "put", "_nothing")
+_RETURN_NOTHING = ("barrier", "signal", "wait_signal", "pull_start", "pull_end", "push_exit", "put", "put.tensor_offset", "_nothing")
 
 for _name in _RETURN_NOTHING:
     torch.library.register_fake(f"gpusync::{_name}", _nothing, lib=_lib)
@@ -42,6 +42,7 @@ def _push_epoch(token: Tensor, group_name: str, channel: int = 0) -> Tensor:
     return token.new_empty((), dtype=torch.int32)
 
 
+@torch.library.register_fake("gpusync::get.tensor_offset", lib=_lib)
 @torch.library.register_fake("gpusync::get", lib=_lib)
 def _get(
     token: Tensor,
@@ -49,7 +50,7 @@ def _get(
     buffer: str,
     rank: int = -1,
     size: Sequence[int] | None = None,
-    offset: int = 0,
+    offset: int | Tensor = 0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     if size is None or dtype is None:
@@ -147,5 +148,5 @@ _lib.impl("reduce_from_ranks", _reduce, "CompositeExplicitAutograd")
 _lib.impl("reduce_from_ranks", _reduce_autograd, "Autograd")
 
 # The others have no gradient: they skip autograd, which would otherwise complain about the mutated token.
-for _name in (*_RETURN_NOTHING, "push_epoch", "get"):
+for _name in (*_RETURN_NOTHING, "push_epoch", "get", "get.tensor_offset"):
     _lib.impl(_name, torch.library.fallthrough_kernel, "Autograd")

@@ -1,5 +1,6 @@
 """Ranks inside one process, for tests and for people with one GPU or none."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -8,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from torch_gpusync import _token
+from torch_gpusync.buffer import SymmetricBuffer
+from torch_gpusync.cuda_memory import SharedInProcess
 from torch_gpusync.errors import SyncError
 from torch_gpusync.group import DEFAULT_BUFFER_BYTES, DEFAULT_TIMEOUT, MAX_RANKS, SyncGroup, _seconds
 from torch_gpusync.rendezvous import Rendezvous
@@ -24,15 +27,20 @@ def virtual_ranks(
     buffer_bytes: int = DEFAULT_BUFFER_BYTES,
     timeout: float | timedelta = DEFAULT_TIMEOUT,
 ) -> list[SyncGroup]:
-    """A group of ``n`` ranks in this process: on the CPU, each to be used by a thread of its own.
+    """A group of ``n`` ranks in this process: threads on the CPU, streams on one GPU.
 
-    The ranks go through the same protocol, over the same kind of memory, as ranks in processes do. Collective
-    methods (``buffer`` too) are called by all ranks at the same time, each from its thread. Rank r's name is
-    ``name/r`` and it has an ordering token of its own.
+    The ranks go through the same protocol, over the same kind of memory, as ranks in processes do. Rank r's
+    name is ``name/r`` and it has an ordering token of its own.
+
+    On the CPU each rank is used by a thread of its own. On a GPU each has a stream, ``sync.stream``, which its
+    ops and the work around them have to run on (``with torch.cuda.stream(sync.stream)``); one thread can drive
+    them all, for no op waits on the host. More than 8 streams need ``CUDA_DEVICE_MAX_CONNECTIONS=32`` in the
+    environment before CUDA is initialised, or ranks may wait for ranks behind them in one hardware queue.
+    Buffers are made by all ranks at the same time, each from its thread, or with :func:`virtual_buffers`.
 
     Args:
         n: number of ranks, 1 to 64.
-        device: ``cpu``.
+        device: ``cpu`` or ``cuda``.
         name: default ``virtual``, then ``virtual1``, ... by order of creation.
         channels, buffer_bytes, timeout: as for :class:`SyncGroup`.
 
@@ -48,6 +56,8 @@ def virtual_ranks(
         name = "virtual" if _default_names == 0 else f"virtual{_default_names}"
         _default_names += 1
     device = torch.device(device)
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
     store = dist.HashStore()
     seconds = _seconds(timeout)
 
@@ -57,6 +67,7 @@ def virtual_ranks(
         sync._set_up(
             meeting,
             lambda: meeting,
+            SharedInProcess(),
             device=device,
             shared_name=name,
             channels=channels,
@@ -65,8 +76,17 @@ def virtual_ranks(
             own_name=f"{name}/{rank}",
             token=tokens[rank],
         )
+        sync.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         return sync
 
     tokens: list[Any] = [_token.new_token(device) for _ in range(n)]
     with ThreadPoolExecutor(n) as threads:
         return list(threads.map(make, range(n)))
+
+
+def virtual_buffers(
+    ranks: Sequence[SyncGroup], name: str, shape: Sequence[int], dtype: torch.dtype
+) -> list[SymmetricBuffer]:
+    """:meth:`SyncGroup.buffer` for all ranks of :func:`virtual_ranks` at once, from one thread."""
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(lambda sync: sync.buffer(name, shape, dtype), ranks))

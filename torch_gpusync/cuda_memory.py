@@ -1,0 +1,134 @@
+"""GPU memory that every rank can reach. The only module that touches torch's SymmetricMemory, which may change."""
+
+import os
+from collections import Counter
+from typing import Any, Protocol
+
+import torch
+
+from torch_gpusync.errors import SyncError
+from torch_gpusync.ops import ops
+from torch_gpusync.rendezvous import Deadline, Rendezvous
+
+# csrc/cuda/pad.h, kMaxBlocks.
+_MAX_BLOCKS = 128
+
+
+class PeerMemory(Protocol):
+    """How the ranks of a group map one another's memory."""
+
+    def allocate(
+        self, meeting: Rendezvous, nbytes: int, device: torch.device, what: str, group: str, deadline: Deadline
+    ) -> tuple[torch.Tensor, list[int], Any]:
+        """Zeroed memory of ``nbytes`` on every rank. Collective.
+
+        Returns:
+            My part (uint8), the address of every rank's part in this process, and what keeps the mappings alive.
+        """
+
+
+def _zeroed_everywhere(
+    meeting: Rendezvous, memory: torch.Tensor | None, problem: str, what: str, group: str, deadline: Deadline
+) -> None:
+    """No address is given away before every rank's part is zero: a signal must not be wiped out."""
+    if memory is not None:
+        memory.zero_()
+        torch.cuda.synchronize(memory.device)
+    meeting.confirm(problem, what, group, deadline)
+
+
+class SharedBetweenProcesses:
+    """One process for each rank: through torch SymmetricMemory."""
+
+    def __init__(self, group_name: str) -> None:
+        self._group_name = group_name
+
+    def allocate(
+        self, meeting: Rendezvous, nbytes: int, device: torch.device, what: str, group: str, deadline: Deadline
+    ) -> tuple[torch.Tensor, list[int], Any]:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        memory, problem = None, ""
+        try:
+            memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            problem = f"no symmetric memory of {nbytes} bytes on {device}: {error}"
+        _zeroed_everywhere(meeting, memory, problem, what, group, deadline)
+        assert memory is not None
+        handle, problem = None, ""
+        try:
+            handle = symmetric_memory.rendezvous(memory, self._group_name)
+        except RuntimeError as error:
+            problem = f"the ranks' GPUs cannot map one another's memory: {error}"
+        meeting.confirm(problem, what, group, deadline)
+        assert handle is not None
+        return memory, list(handle.buffer_ptrs), handle
+
+
+class SharedInProcess:
+    """All ranks in this process, on one GPU: an address is an address."""
+
+    def allocate(
+        self, meeting: Rendezvous, nbytes: int, device: torch.device, what: str, group: str, deadline: Deadline
+    ) -> tuple[torch.Tensor, list[int], Any]:
+        memory, problem = None, ""
+        try:
+            with torch.inference_mode(False):
+                memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            problem = str(error)
+        _zeroed_everywhere(meeting, memory, problem, what, group, deadline)
+        assert memory is not None
+        return memory, meeting.exchange(memory.data_ptr(), what, group, deadline), None
+
+
+def has_kernels() -> bool:
+    """Was the library built with its CUDA back end?"""
+    return torch._C._dispatch_has_kernel_for_dispatch_key("gpusync::barrier", "CUDA")
+
+
+def attach(
+    meeting: Rendezvous,
+    peers: PeerMemory,
+    name: str,
+    shared_name: str,
+    device: torch.device,
+    channels: int,
+    staging_bytes: int,
+    deadline: Deadline,
+) -> Any:
+    """Give the group ``name``, open on the host, its device part; returns what keeps the mappings alive. Collective.
+
+    Raises:
+        SyncError: a GPU cannot reach another's memory; the message names the pair.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    place = [str(properties.uuid), properties.multi_processor_count]
+    places = meeting.exchange(place, "SyncGroup", shared_name, deadline)
+    ranks_on_gpu = max(Counter(uuid for uuid, _ in places).values())
+    if ranks_on_gpu > 1:
+        # Read when SymmetricMemory maps peers; without it, it refuses ranks that share a GPU.
+        os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    # Blocks wait for blocks of other ranks: all of them have to be resident at once.
+    max_blocks = max(1, min(_MAX_BLOCKS, min(count for _, count in places) // ranks_on_gpu))
+    nbytes = ops._cuda_pad_bytes(channels, staging_bytes)
+    pad, addresses, keep_alive = peers.allocate(meeting, nbytes, device, "SyncGroup", shared_name, deadline)
+    ops._cuda_open(pad, name, addresses, staging_bytes, max_blocks)
+    _probe(meeting, name, shared_name, deadline)
+    return keep_alive
+
+
+def _probe(meeting: Rendezvous, name: str, shared_name: str, deadline: Deadline) -> None:
+    """Writes and reads a pattern through every mapping: peer access that is advertised need not work."""
+    problems: list[str] = []
+    for phase, verb in enumerate(("write to", "see what was written by", "read from")):
+        bad = ops._cuda_probe(name, phase)
+        problems += [f"GPU of rank {meeting.rank} cannot {verb} the GPU of rank {r}" for r in bad]
+        meeting.exchange(None, "SyncGroup", shared_name, deadline)
+    told = meeting.exchange(problems, "SyncGroup", shared_name, deadline)
+    everything = [problem for theirs in told for problem in theirs]
+    if everything:
+        raise SyncError(
+            f"gpusync: group '{shared_name}': peer memory does not work ({'; '.join(everything)}): check the GPUs' "
+            "topology with nvidia-smi topo -m, and that the ranks may map one another's memory"
+        )
