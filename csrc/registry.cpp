@@ -4,6 +4,7 @@
 #include <shared_mutex>
 #include <stdexcept>
 #include <unordered_map>
+#include <utility>
 
 namespace gpusync {
 namespace {
@@ -24,8 +25,13 @@ std::shared_ptr<cpu::Group> find_group(const std::string& name) {
 }
 
 void add_group(const std::string& name, std::shared_ptr<cpu::Group> group) {
+  std::shared_ptr<cpu::Group> inherited;  // destroyed outside the lock
   const std::unique_lock lock(g_mutex);
-  if (!g_groups.emplace(name, std::move(group)).second) {
+  const auto [place, added] = g_groups.emplace(name, group);
+  if (!added && place->second->is_inherited()) {
+    // A forked child has the names of its parent's groups for its own.
+    inherited = std::exchange(place->second, std::move(group));
+  } else if (!added) {
     throw std::runtime_error("gpusync: this process already has a group '" + name +
                              "': close it first, or give one of them another name");
   }

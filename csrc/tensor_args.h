@@ -74,6 +74,16 @@ inline const std::vector<int64_t>& shape_of_get(const cpu::Buffer& buffer,
   return shape;
 }
 
+/// How many elements a tensor of this shape has; the largest number there is when it has more.
+inline uint64_t numel_of(const std::vector<int64_t>& shape) {
+  uint64_t numel = 1;
+  for (const int64_t extent : shape) {
+    if (extent == 0) return 0;
+    if (__builtin_mul_overflow(numel, static_cast<uint64_t>(extent), &numel)) numel = ~uint64_t{0} >> 1;
+  }
+  return numel;
+}
+
 inline void check_dtype_of_put(const cpu::Buffer& buffer, const Tensor& x) {
   if (static_cast<int64_t>(x.scalar_type()) != buffer.scalar_type) {
     throw std::runtime_error("gpusync: put into buffer '" + buffer.name + "' needs the buffer's dtype: convert with "

@@ -16,13 +16,18 @@ CallKey Group::collective_key(const Payload& payload, ReduceOp reduce_op, Algo a
           .skipped = m_skipped};
 }
 
+void Group::skip(const CallKey& key, const Payload& payload) {
+  require_usable(record(key, payload));
+  ++m_skipped;
+}
+
 void Group::all_reduce(const void* input, void* output, const Payload& payload, ReduceOp reduce_op, Algo algo) {
   const std::lock_guard turn(m_channel_mutex[m_config.channels]);
+  const CallKey agreed = collective_key(payload, reduce_op, algo);
   if (payload.numel == 0) {
-    skip();
+    skip(agreed, payload);
     return;
   }
-  const CallKey agreed = collective_key(payload, reduce_op, algo);
   const uint32_t key = fingerprint(agreed);
   CallRecord call = record(agreed, payload);
   begin(call);

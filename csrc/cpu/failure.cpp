@@ -21,8 +21,8 @@
 namespace gpusync::cpu {
 namespace {
 
-// A decision takes microseconds; a rank that is stopped or dies in the middle must not hold the others for ever.
-constexpr auto kDecisionLimit = std::chrono::seconds(1);
+// Seconds. A decision takes microseconds; a rank that is stopped or dies in the middle must not hold the others for ever.
+constexpr double kDecisionLimit = 1.0;
 
 std::string seconds(double value) {
   char text[32];
@@ -93,26 +93,33 @@ Group::Verdict Group::give_up(Reason reason, const CallRecord& call, double wait
   const State before = state();
   const State deciding = before.with(m_config.rank, Phase::kDeciding);
   if (before.phase() != Phase::kOk || !move_state(before, deciding)) {
-    return settle() ? Verdict::kRetry : Verdict::kBroken;
+    return settle(call) ? Verdict::kRetry : Verdict::kBroken;
   }
   const uint64_t absent = missing();
-  if (reason == Reason::kTimeout && absent == 0) {
-    return move_state(deciding, before) ? Verdict::kComplete : Verdict::kBroken;
+  const bool complete = reason == Reason::kTimeout && absent == 0;
+  if (complete ? move_state(deciding, before) : break_group(deciding, reason, call, waited, absent)) {
+    return complete ? Verdict::kComplete : Verdict::kBroken;
   }
-  write_failure(reason, call, waited, absent, m_config.rank);
-  move_state(deciding, deciding.with(m_config.rank, Phase::kBroken));
-  for (uint32_t r = 0; r < m_config.world_size; ++r) ring_doorbell(r);
-  return Verdict::kBroken;
+  return settle(call) ? Verdict::kRetry : Verdict::kBroken;  // I was so slow that a peer has taken over
 }
 
-bool Group::settle() {
-  const auto limit = std::chrono::steady_clock::now() + kDecisionLimit;
+bool Group::break_group(State deciding, Reason reason, const CallRecord& call, double waited, uint64_t missing) {
+  write_failure(reason, call, waited, missing, m_config.rank);
+  if (!move_state(deciding, deciding.with(m_config.rank, Phase::kBroken))) return false;
+  for (uint32_t r = 0; r < m_config.world_size; ++r) ring_doorbell(r);
+  return true;
+}
+
+bool Group::settle(const CallRecord& call) {
+  const auto start = std::chrono::steady_clock::now();
   for (;;) {
     const State now = state();
     if (now.phase() != Phase::kDeciding) return now.phase() == Phase::kOk;
-    if (std::chrono::steady_clock::now() > limit) {
+    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
+    const State mine = now.with(m_config.rank, Phase::kDeciding);
+    if (waited.count() > kDecisionLimit && now.rank() != m_config.rank && move_state(now, mine)) {
       // The deciding rank is gone or stopped. Should it come back, its own move fails, for the state is no longer its.
-      move_state(now, now.with(now.rank(), Phase::kBroken));
+      break_group(mine, Reason::kTimeout, call, waited.count(), uint64_t{1} << now.rank());
     }
     const timespec pause{0, 100'000};
     nanosleep(&pause, nullptr);
@@ -121,7 +128,7 @@ bool Group::settle() {
 
 void Group::write_failure(Reason reason, const CallRecord& call, double waited, uint64_t missing, uint32_t rank,
                           const uint64_t* seen) {
-  FailureRecord& record = group_page().failure;
+  FailureRecord& record = page(m_config.rank).failure;
   record.reason = reason;
   record.rank = rank;
   record.missing = missing;
@@ -178,7 +185,7 @@ void Group::take_over_device_failure() {
   const State before = state();
   const State deciding = before.with(m_config.rank, Phase::kDeciding);
   if (before.phase() != Phase::kOk || !move_state(before, deciding)) {
-    settle();
+    settle(CallRecord{});
     return;
   }
   CallRecord call = from_slot(Arrival{device.epoch, device.fingerprint}.pack());
@@ -193,20 +200,14 @@ void Group::take_over_device_failure() {
 
 const FailureRecord* Group::failure() {
   if (m_device_part != nullptr) take_over_device_failure();
-  return state().phase() == Phase::kBroken ? &group_page().failure : nullptr;
-}
-
-std::string Group::failure_text() const {
-  const FailureRecord& record = group_page().failure;
-  if (record.reason != Reason::kNone) return record.text;
-  return "group '" + m_config.name + "': rank " + std::to_string(state().rank()) +
-         " found that a wait had expired and then died or was stopped before it could say more";
+  const State now = state();
+  return now.phase() == Phase::kBroken ? &page(now.rank()).failure : nullptr;
 }
 
 void Group::throw_broken(const CallRecord& call) {
-  const FailureRecord& record = group_page().failure;
-  std::string text = failure_text();
-  const bool mine = record.reason != Reason::kNone && record.rank == m_config.rank && record.call.number == call.number;
+  const FailureRecord& record = page(state().rank()).failure;
+  std::string text = record.text;
+  const bool mine = record.rank == m_config.rank && record.call.number == call.number;
   if (!mine) {
     text = describe(call) + " on rank " + std::to_string(m_config.rank) + " stopped because group '" + m_config.name +
            "' is broken: " + text;

@@ -37,7 +37,8 @@ Group::Group(GroupConfig config, void* memory, std::shared_ptr<void> keep_alive)
       m_keep_alive(std::move(keep_alive)),
       m_layout(m_config.world_size, m_config.channels, m_config.staging_bytes),
       m_spins(spins_for(m_config.world_size)),
-      m_channel_mutex(m_config.channels + 1) {
+      m_channel_mutex(m_config.channels + 1),
+      m_counter_mutex(m_config.channels) {
   watch_forks();
   m_fork_generation = g_fork_generation.load();
   for (uint32_t c = 0; c <= m_config.channels; ++c) {
@@ -59,18 +60,29 @@ Group::Group(GroupConfig config, void* memory, std::shared_ptr<void> keep_alive)
 }
 
 Group::~Group() {
-  // In a forked child the page is still the parent's.
-  if (m_fork_generation != g_fork_generation.load()) return;
+  if (is_inherited()) return;
   std::atomic_ref<int32_t>(page(m_config.rank).pid).store(-1, std::memory_order_release);
 }
 
-void Group::begin(CallRecord& call) {
-  if (m_fork_generation != g_fork_generation.load(std::memory_order_relaxed)) {
+bool Group::is_inherited() const {
+  return m_fork_generation != g_fork_generation.load(std::memory_order_relaxed);
+}
+
+void Group::require_own_process() const {
+  if (is_inherited()) {
     throw std::runtime_error("gpusync: group '" + m_config.name +
                              "' was made before this process was forked and belongs to the parent: make a group of its "
                              "own in the child (or start children with the 'spawn' or 'forkserver' method)");
   }
+}
+
+void Group::require_usable(const CallRecord& call) {
+  require_own_process();
   if (failure() != nullptr) throw_broken(call);
+}
+
+void Group::begin(CallRecord& call) {
+  require_usable(call);
   RankPage& mine = page(m_config.rank);
   call.number = std::atomic_ref<uint32_t>(mine.calls).load(std::memory_order_relaxed) + 1;
   mine.ring.write(call);
@@ -78,6 +90,7 @@ void Group::begin(CallRecord& call) {
 }
 
 void Group::set_timeout(double seconds) {
+  require_own_process();
   // Longer than half a century is for ever.
   const double ns = std::min(seconds * 1e9, 0x1p61);
   std::atomic_ref<uint64_t>(page(m_config.rank).timeout_ns).store(static_cast<uint64_t>(ns), std::memory_order_relaxed);

@@ -17,6 +17,7 @@
 
 #include "gpusync/pull_controller.h"
 #include "gpusync/push_controller.h"
+#include "interrupt.h"
 #include "pages.h"
 
 namespace gpusync::cpu {
@@ -82,25 +83,27 @@ class Group {
   /// What an expired wait does: decides, once for the whole group, whether it is broken. `missing` scans the wait's own
   /// slots anew. kComplete: they had all come; kRetry: another rank decided that the group lives on.
   Verdict give_up(Reason reason, const CallRecord& call, double waited, const std::function<uint64_t()>& missing);
-  /// Waits for a decision under way (bounded, should the deciding rank die). True: the group is not broken.
-  bool settle();
+  /// What `call` does when a decision is under way: waits for it, and takes it over should the deciding rank be gone.
+  /// True: the group is not broken.
+  bool settle(const CallRecord& call);
   [[noreturn]] void throw_broken(const CallRecord& call);
   /// Is it hopeless to wait for `rank`: its process is gone, or it has closed the group?
   bool is_gone(uint32_t rank) const;
   /// Null while the group is not broken.
   const FailureRecord* failure();
-  std::string failure_text() const;
   /// The last calls of every rank, oldest first, as text.
   std::string dump() const;
 
-  /// Starts a call: refuses it in a forked child and on a broken group, numbers it, and records it for the peers.
+  /// Throws in a forked child and on a broken group.
+  void require_usable(const CallRecord& call);
+  /// Starts a call: require_usable(), then numbers it, and records it for the peers.
   void begin(CallRecord& call);
   /// begin(), then `body(wait)`, then the check that no peer has given up what `body` completed.
   template <class Body>
   void synchronize(CallRecord call, uint64_t awaited, Body&& body);
 
-  /// A zero-size collective: it advances nothing but this count, which the ranks must agree on.
-  void skip() { ++m_skipped; }
+  /// A zero-size collective: it advances nothing but a count, which the ranks must agree on.
+  void skip(const CallKey& key, const Payload& payload);
   CallKey collective_key(const Payload& payload, ReduceOp reduce_op, Algo algo) const;
 
   // --- for ranks on GPUs (../cuda/): the device part of the group, and what its kernels see of the host
@@ -117,6 +120,9 @@ class Group {
   uint32_t world_size() const { return m_config.world_size; }
   uint32_t rank() const { return m_config.rank; }
   uint64_t all_ranks() const { return ~uint64_t{0} >> (kMaxRanks - m_config.world_size); }
+  /// Is this a forked child, whose pages are its parent's?
+  bool is_inherited() const;
+  void require_own_process() const;
   double timeout() const { return static_cast<double>(load(page(m_config.rank).timeout_ns)) * 1e-9; }
   void set_timeout(double seconds);
   int spins() const { return m_spins; }
@@ -143,6 +149,7 @@ class Group {
   GroupPage& group_page() const { return *at<GroupPage>(0); }
   Channel& channel(uint32_t rank, uint32_t channel) const { return *at<Channel>(m_layout.channel(rank, channel)); }
   bool move_state(State from, State to);
+  bool break_group(State deciding, Reason reason, const CallRecord& call, double waited, uint64_t missing);
   void take_over_device_failure();
   void write_failure(Reason reason, const CallRecord& call, double waited, uint64_t missing, uint32_t rank,
                      const uint64_t* seen = nullptr);
@@ -151,6 +158,7 @@ class Group {
   bool all_reduce_one_shot(const char* input, char* output, uint64_t numel, DType dtype, ReduceOp reduce_op, uint32_t key,
                            Wait& wait);
 
+  InterruptCounter m_interrupts;
   GroupConfig m_config;
   void* m_memory;
   std::shared_ptr<void> m_keep_alive;
@@ -161,7 +169,10 @@ class Group {
   std::deque<PullController> m_pull;      // one for each channel, the collectives' last
   std::deque<SignalController> m_signal;  // one for each of the user's channels
   std::deque<PushController> m_push;
-  mutable std::deque<std::mutex> m_channel_mutex;  // threads of this process on one channel take turns
+  // Threads of this process take turns: on a channel's barriers, one for each whole wait (the collectives' come last); on
+  // its signals and push counters, which must not wait for those, for a moment.
+  mutable std::deque<std::mutex> m_channel_mutex;
+  mutable std::deque<std::mutex> m_counter_mutex;
   mutable std::shared_mutex m_buffers_mutex;
   std::unordered_map<std::string, std::unique_ptr<Buffer>> m_buffers;
   std::shared_ptr<void> m_device_part;

@@ -2,25 +2,55 @@
 
 #include <csignal>
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <atomic>
+#include <forward_list>
 #include <mutex>
 
 namespace gpusync::cpu {
 namespace {
 
-std::mutex g_mutex;  // guards installing and removing the handler
-int g_watches = 0;
-bool g_installed = false;
-struct sigaction g_previous;
+/// The handlers that stand behind ours.
+struct Chain {
+  struct sigaction top;   // the one that ours has replaced last
+  struct sigaction base;  // the one that ours has replaced first
+};
+
+std::mutex g_mutex;  // guards all but what the handler reads
+int g_counters = 0;
+// As many as there were handlers; never freed, for ours may be reading any of them.
+std::forward_list<Chain>& g_chains = *new std::forward_list<Chain>;
+std::atomic<const Chain*> g_chain{nullptr};
 std::atomic<unsigned> g_interrupts{0};
+std::atomic<long> g_handling{0};  // the thread that is in our handler
+
+void forward(const struct sigaction& action, int number, siginfo_t* info, void* context) {
+  if (action.sa_flags & SA_SIGINFO) {
+    action.sa_sigaction(number, info, context);
+  } else {
+    action.sa_handler(number);
+  }
+}
 
 void on_interrupt(int number, siginfo_t* info, void* context) {
-  g_interrupts.fetch_add(1, std::memory_order_relaxed);
-  if (g_previous.sa_flags & SA_SIGINFO) {
-    g_previous.sa_sigaction(number, info, context);
-  } else {
-    g_previous.sa_handler(number);
+  const Chain* chain = g_chain.load();
+  const long me = syscall(SYS_gettid);
+  const long outer = g_handling.load();
+  if (outer == me) {
+    // A handler that was installed over ours calls ours as its predecessor: what comes next is what was there first.
+    forward(chain->base, number, info, context);
+    return;
   }
+  g_interrupts.fetch_add(1, std::memory_order_relaxed);
+  g_handling.store(me);
+  forward(chain->top, number, info, context);
+  g_handling.store(outer);
+}
+
+bool is_ours(const struct sigaction& action) {
+  return (action.sa_flags & SA_SIGINFO) != 0 && action.sa_sigaction == on_interrupt;
 }
 
 bool has_handler(const struct sigaction& action) {
@@ -28,38 +58,52 @@ bool has_handler(const struct sigaction& action) {
          (action.sa_handler != SIG_DFL && action.sa_handler != SIG_IGN);
 }
 
-void install() {
-  struct sigaction current;
-  if (sigaction(SIGINT, nullptr, &current) != 0 || !has_handler(current)) return;
-  g_previous = current;  // before ours can run
-  struct sigaction ours = current;
-  ours.sa_flags = (current.sa_flags & ~SA_RESTART) | SA_SIGINFO;
-  ours.sa_sigaction = on_interrupt;
-  g_installed = sigaction(SIGINT, &ours, nullptr) == 0;
+bool same(const struct sigaction& a, const struct sigaction& b) {
+  return a.sa_sigaction == b.sa_sigaction && a.sa_flags == b.sa_flags;
 }
 
+const Chain* find_chain(const struct sigaction& top, const struct sigaction& base) {
+  for (const Chain& chain : g_chains) {
+    if (same(chain.top, top) && same(chain.base, base)) return &chain;
+  }
+  return &g_chains.emplace_front(Chain{top, base});
+}
+
+void install() {
+  struct sigaction current;
+  if (sigaction(SIGINT, nullptr, &current) != 0 || is_ours(current) || !has_handler(current)) return;
+  const Chain* before = g_chain.load();
+  g_chain.store(find_chain(current, before == nullptr ? current : before->base));
+  struct sigaction ours = current;
+  ours.sa_flags |= SA_SIGINFO;
+  ours.sa_sigaction = on_interrupt;
+  sigaction(SIGINT, &ours, nullptr);
+}
+
+/// A handler that somebody has installed over ours stays.
 void remove() {
   struct sigaction current;
-  if (!g_installed || sigaction(SIGINT, nullptr, &current) != 0) return;
-  // Somebody who replaced the handler meanwhile keeps theirs.
-  if ((current.sa_flags & SA_SIGINFO) != 0 && current.sa_sigaction == on_interrupt) {
-    sigaction(SIGINT, &g_previous, nullptr);
-  }
-  g_installed = false;
+  if (sigaction(SIGINT, nullptr, &current) != 0 || !is_ours(current)) return;
+  sigaction(SIGINT, &g_chain.load()->top, nullptr);
 }
 
 }  // namespace
 
-InterruptWatch::InterruptWatch() : m_seen(g_interrupts.load(std::memory_order_relaxed)) {
+InterruptCounter::InterruptCounter() {
   const std::lock_guard lock(g_mutex);
-  if (g_watches++ == 0) install();
+  if (g_counters++ == 0) install();
 }
 
-InterruptWatch::~InterruptWatch() {
+InterruptCounter::~InterruptCounter() {
   const std::lock_guard lock(g_mutex);
-  if (--g_watches == 0) remove();
+  if (--g_counters == 0) remove();
 }
 
-bool InterruptWatch::interrupted() const { return g_interrupts.load(std::memory_order_relaxed) != m_seen; }
+unsigned InterruptCounter::count() { return g_interrupts.load(std::memory_order_relaxed); }
+
+void InterruptCounter::renew() {
+  const std::lock_guard lock(g_mutex);
+  install();
+}
 
 }  // namespace gpusync::cpu

@@ -4,20 +4,20 @@
 
 namespace gpusync::cpu {
 
-/// While at least one InterruptWatch lives, SIGINT is noted here before the process's own handler gets it (one that the
-/// process ignores or leaves at its default is left alone). Made only by waits that sleep.
-class InterruptWatch {
+/// While at least one of these lives, SIGINT is counted before the process's own handler gets it. A process that ignores
+/// SIGINT, or leaves it at its default, is left alone. Every group has one, because the signal may come before a wait
+/// has begun to sleep.
+class InterruptCounter {
  public:
-  InterruptWatch();
-  ~InterruptWatch();
-  InterruptWatch(const InterruptWatch&) = delete;
-  InterruptWatch& operator=(const InterruptWatch&) = delete;
+  InterruptCounter();
+  ~InterruptCounter();
+  InterruptCounter(const InterruptCounter&) = delete;
+  InterruptCounter& operator=(const InterruptCounter&) = delete;
 
-  /// Has SIGINT come since this watch began?
-  bool interrupted() const;
-
- private:
-  unsigned m_seen;
+  /// How many have come: a wait is interrupted when it changes.
+  static unsigned count();
+  /// To be called before a sleep: counts on when the process has changed its handler since.
+  static void renew();
 };
 
 }  // namespace gpusync::cpu

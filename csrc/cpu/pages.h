@@ -2,6 +2,7 @@
 // channels, then the staging halves. All of it is zero when the ranks map it, and only ever used through Group.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -30,10 +31,11 @@ struct State {
 
 enum class Reason : uint32_t { kNone, kTimeout, kMismatch, kInterrupted, kBadOffset };
 
-/// Why the group is broken: written once, by the rank that moved the state to kBroken, before it did so.
+/// Why the group is broken: written by a rank that decides so, before it moves the state to kBroken. The state names the
+/// rank whose record counts: one that was stopped while it decided may come back and still write its own.
 struct FailureRecord {
   Reason reason;
-  uint32_t rank;      // who reports
+  uint32_t rank;      // whose call it was
   uint64_t missing;   // mask of the ranks that did not come
   uint64_t waited_us;
   CallRecord call;               // of the reporting rank
@@ -43,7 +45,6 @@ struct FailureRecord {
 
 struct GroupPage {
   alignas(kLineBytes) uint32_t state;
-  alignas(kLineBytes) FailureRecord failure;
   alignas(kLineBytes) DeviceFailure device_failure;  // written by kernels of ranks on GPUs
 };
 
@@ -59,6 +60,7 @@ struct RankPage {
   // What it called.
   alignas(kLineBytes) uint32_t calls;
   alignas(kLineBytes) CallRing ring;
+  alignas(kLineBytes) FailureRecord failure;
 };
 
 struct Channel {
@@ -74,7 +76,7 @@ class Layout {
       : m_channels(channels + 1),
         m_rank_bytes(sizeof(RankPage) + m_channels * sizeof(Channel)),
         m_staging(round_up(sizeof(GroupPage) + world_size * m_rank_bytes, kPage)),
-        m_half(round_up(staging_bytes / kHalves, kPage)),
+        m_half(round_up(std::max<size_t>(staging_bytes / kHalves, 1), kPage)),
         m_world_size(world_size) {}
 
   size_t rank_page(uint32_t rank) const { return sizeof(GroupPage) + rank * m_rank_bytes; }

@@ -54,7 +54,7 @@ void Group::pull_end(int64_t channel, bool fence) {
 void Group::signal(int64_t destination, int64_t channel) {
   const uint32_t c = checked_channel(channel);
   const uint32_t dst = checked_rank(destination);
-  const std::lock_guard turn(m_channel_mutex[c]);
+  const std::lock_guard turn(m_counter_mutex[c]);
   CallRecord call = record(Op::kSignal, c, false, dst);
   begin(call);
   m_signal[c].signal(dst, key(Op::kSignal), Wait(*this, call, 0));
@@ -71,7 +71,7 @@ void Group::wait_signal(int64_t source, int64_t channel) {
 
 uint32_t Group::push_epoch(int64_t channel) {
   const uint32_t c = checked_channel(channel);
-  const std::lock_guard turn(m_channel_mutex[c]);
+  const std::lock_guard turn(m_counter_mutex[c]);
   CallRecord call = record(Op::kPushEpoch, c);
   begin(call);
   return m_push[c].epoch();
@@ -79,7 +79,7 @@ uint32_t Group::push_epoch(int64_t channel) {
 
 void Group::push_exit(int64_t channel) {
   const uint32_t c = checked_channel(channel);
-  const std::lock_guard turn(m_channel_mutex[c]);
+  const std::lock_guard turn(m_counter_mutex[c]);
   CallRecord call = record(Op::kPushExit, c);
   begin(call);
   m_push[c].exit();

@@ -43,20 +43,20 @@ bool Wait::until_slowly(const Semaphore& mine, uint32_t peer, uint64_t expected)
 
 bool Wait::sleep_until(const Semaphore& mine, uint32_t peer, uint64_t expected) {
   RankPage& page = m_group.page(m_group.rank());
-  const InterruptWatch interrupt;
+  InterruptCounter::renew();
   const Sleeper sleeper(page);
   for (;;) {
     const uint32_t event = std::atomic_ref<uint32_t>(page.event).load(std::memory_order_seq_cst);
     const Seen seen = compare(mine.acquire_from(peer), expected);
     if (seen == Seen::kArrived) return true;
-    if (m_group.state().phase() != Phase::kOk && !m_group.settle()) return false;
+    if (m_group.state().phase() != Phase::kOk && !m_group.settle(m_call)) return false;
 
     const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - *m_start;
     const double left = m_group.timeout() - waited.count();
     Reason reason = Reason::kNone;
     if (seen == Seen::kMismatch) {
       reason = Reason::kMismatch;
-    } else if (interrupt.interrupted()) {
+    } else if (InterruptCounter::count() != m_interrupts) {
       reason = Reason::kInterrupted;
     } else if (left <= 0 || m_group.is_gone(peer)) {
       reason = Reason::kTimeout;

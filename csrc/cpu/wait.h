@@ -5,7 +5,6 @@
 #include <optional>
 
 #include "group.h"
-#include "interrupt.h"
 
 namespace gpusync::cpu {
 
@@ -36,7 +35,7 @@ class Wait {
   }
 
   /// Call it when all that was waited for has come: a rank must not go on from a call that a peer has given up.
-  bool agreed() { return m_group.state().phase() == Phase::kOk || m_group.settle(); }
+  bool agreed() { return m_group.state().phase() == Phase::kOk || m_group.settle(m_call); }
 
  private:
   static void relax() {
@@ -51,6 +50,7 @@ class Wait {
   Group& m_group;
   const CallRecord& m_call;
   uint64_t m_awaited;
+  unsigned m_interrupts = InterruptCounter::count();  // when the call began
   std::optional<std::chrono::steady_clock::time_point> m_start;  // of the first slow wait of this call
 };
 

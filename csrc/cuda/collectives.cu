@@ -144,11 +144,11 @@ void preload_collectives() {
 void Group::all_reduce(const Launch& launch, const void* input, void* output, const cpu::Payload& payload,
                        ReduceOp reduce_op, Algo algo) {
   const uint32_t channel = m_host.config().channels;
+  const CallKey key = m_host.collective_key(payload, reduce_op, algo);
   if (payload.numel == 0) {
-    m_host.skip();
+    m_host.skip(key, payload);
     return;
   }
-  const CallKey key = m_host.collective_key(payload, reduce_op, algo);
   cpu::CallRecord call = cpu::record(key, payload);
   m_host.begin(call);
   AllReduceParams params{m_pull[channel], context(channel), {}, m_layout.half_bytes(),
