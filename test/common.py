@@ -1,7 +1,9 @@
-"""Ranks for tests: `run_ranks` makes real processes, `run_threads` makes threads; both end under a watchdog with a message.
+"""Ranks for tests: `run_ranks` makes real processes, `run_threads` makes threads; both end under a watchdog
+with a message.
 
-A rank's function is `fn(rank, *args)`, defined at a module's top level (it travels by pickle). Whatever happens to a rank
-(exception, exit, signal, hang) fails the test with a text that says which rank, what, and where it was.
+A rank's function is `fn(rank, *args)`, defined at a module's top level (it travels by pickle). Whatever
+happens to a rank (exception, exit, signal, hang) fails the test with a text that says which rank, what, and
+where it was.
 """
 
 from __future__ import annotations
@@ -26,16 +28,30 @@ from typing import Any
 
 from rank_process import RankSetup, Report, rank_main
 
-# Imported once in the forkserver, so that a rank costs a fork instead of seconds. Nothing here may start a thread or compute.
-_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch._inductor.compile_fx", "torch_gpusync", "pytest"]
-_GRACE = 5.0  # seconds that the other ranks get to report after one has failed, and to exit after all have reported
+# Imported once in the forkserver, so that a rank costs a fork instead of seconds. Nothing here may start a
+# thread or compute.
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch._dynamo.backends.inductor",
+    "torch._dynamo.repro.after_dynamo",
+    "torch._inductor.compile_fx",
+    "torch._inductor.codegen.cpp_wrapper_gpu",
+    "torch._subclasses.schema_check_mode",
+    "torch.utils.cpp_extension",
+    "torch_gpusync",
+    "pytest",
+]
+# Seconds that the other ranks get to report after one has failed, and to exit after all have reported.
+_GRACE = 5.0
 
 
 class RankError(AssertionError):
     """At least one rank did not do what it should.
 
-    Attributes: `failed` maps each failed rank to a one-line reason; `stuck` lists the ranks that were still running when
-    they were ended. The text adds tracebacks, stacks and the tail of each such rank's output.
+    Attributes: `failed` maps each failed rank to a one-line reason; `stuck` lists the ranks that were still
+    running when they were ended. The text adds tracebacks, stacks and the tail of each such rank's output.
     """
 
     def __init__(self, text: str, failed: Mapping[int, str], stuck: Collection[int]) -> None:
@@ -46,7 +62,7 @@ class RankError(AssertionError):
 
 @dataclass(frozen=True)
 class Lost:
-    """Stands for the result of a rank that the test meant to lose. `exitcode` is negative for a signal, as in `Process`."""
+    """The result of a rank that the test meant to lose; `exitcode` is negative for a signal."""
 
     exitcode: int | None
 
@@ -93,7 +109,8 @@ class _Rank:
         before = _size(self.setup.stacks)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGUSR1)
-        limit = time.monotonic() + (0.0 if _process_state(self._pid).startswith("T") else 2.0)  # stopped: no dump
+        stopped = _process_state(self._pid).startswith("T")  # then it cannot dump
+        limit = time.monotonic() + (0.0 if stopped else 2.0)
         size = before
         while time.monotonic() < limit:
             time.sleep(0.02)
@@ -150,20 +167,22 @@ def run_ranks(
 ) -> list[Any]:
     """Runs `fn(rank, *args)` in `world_size` new processes and returns the results, one per rank.
 
-    Each rank has one OpenMP thread and, with `process_group`, a c10d process group over a TCPStore that this process hosts
-    on loopback. `env` is set in the ranks before `fn` runs. `timeout` is in seconds and covers everything. Ranks in `lost`
-    are meant not to return: they may die or hang, are ended when the others are done, and yield `Lost`.
-    Raises RankError.
+    Each rank has one OpenMP thread and, with `process_group`, a c10d process group over a TCPStore that this
+    process hosts on loopback. `env` is set in the ranks before `fn` runs. `timeout` is in seconds and covers
+    everything. Ranks in `lost` are meant not to return: they may die or hang, are ended when the others are
+    done, and yield `Lost`. Raises RankError.
     """
     payload = pickle.dumps((fn, args))
     started = time.monotonic()
     ranks: list[_Rank] = []
-    with tempfile.TemporaryDirectory(prefix="gpusync-ranks-") as folder, _store(process_group, timeout) as port:
+    with (
+        tempfile.TemporaryDirectory(prefix="gpusync-ranks-") as folder,
+        _store(process_group, timeout) as port,
+    ):
         try:
             for rank in range(world_size):
-                setup = RankSetup(
-                    rank, world_size, timeout, f"{folder}/{rank}.log", f"{folder}/{rank}.stacks", port, backend, env or {}
-                )
+                log, stacks = f"{folder}/{rank}.log", f"{folder}/{rank}.stacks"
+                setup = RankSetup(rank, world_size, timeout, log, stacks, port, backend, env or {})
                 ranks.append(_Rank(setup, payload))
             _collect(ranks, started, started + timeout, lost)
             _raise_failures(ranks, lost)
@@ -174,7 +193,7 @@ def run_ranks(
 
 
 def _collect(ranks: list[_Rank], started: float, deadline: float, lost: Collection[int]) -> None:
-    """Waits until every needed rank has settled; ends those that have not at the deadline, or soon after a failure."""
+    """Waits until all needed ranks have settled; ends the others at the deadline, or soon after a failure."""
     needed = [r for r in ranks if r.setup.rank not in lost]
     hurried = False
     while any(not r.settled for r in needed):
@@ -267,8 +286,9 @@ def _store(wanted: bool, timeout: float) -> Iterator[int | None]:
 def run_threads(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0) -> list[Any]:
     """Runs `fn(rank, *args)` in `n` threads of this process and returns the results, one per rank.
 
-    Raises RankError with a traceback of each rank that raised, and at the deadline with the stack of each that is stuck.
-    A stuck thread cannot be ended: where a wait may be unbounded, call this inside `run_ranks(..., 1)`.
+    Raises RankError with a traceback of each rank that raised, and at the deadline with the stack of each
+    that is stuck. A stuck thread cannot be ended: where a wait may be unbounded, call this inside
+    `run_ranks(..., 1)`.
     """
     results: list[Any] = [None] * n
     errors: dict[int, tuple[str, str]] = {}
@@ -280,7 +300,9 @@ def run_threads(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.
             last = traceback.format_exception_only(type(error), error)[-1].strip()
             errors[rank] = (f"raised {last}", traceback.format_exc())
 
-    threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(n)]
+    threads = [
+        threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(n)
+    ]
     started = time.monotonic()
     for thread in threads:
         thread.start()
@@ -294,6 +316,9 @@ def run_threads(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.
     if errors:
         parts = [f"{len(errors)} of {n} ranks (threads) failed"]
         parts += [f"rank {rank} {reason}" for rank, (reason, _) in sorted(errors.items())]
-        parts += [f"--- rank {rank} {reason}\n{detail.rstrip()}" for rank, (reason, detail) in sorted(errors.items())]
+        parts += [
+            f"--- rank {rank} {reason}\n{detail.rstrip()}"
+            for rank, (reason, detail) in sorted(errors.items())
+        ]
         raise RankError("\n".join(parts), {rank: reason for rank, (reason, _) in errors.items()}, stuck)
     return results

@@ -1,6 +1,7 @@
 """Session-wide rules: every test ends under a watchdog, and Inductor compiles into a folder of this session.
 
-The environment is set before torch is imported, here and (by inheritance) in the forkserver that makes the ranks.
+The environment is set before torch is imported, here and (by inheritance) in the forkserver that makes the
+ranks.
 """
 
 from __future__ import annotations
@@ -10,18 +11,20 @@ import faulthandler
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import pytest
 
 _TEST_LIMIT = 240.0  # seconds; `run_ranks` has a tighter one of its own, this catches what hangs outside it
 
-# A folder of an earlier session could hide that a compilation goes wrong, or serve code compiled for another schema.
+# A folder of an earlier session could hide that a compilation goes wrong, or serve code compiled for another
+# schema.
 _cache = tempfile.mkdtemp(prefix="gpusync-inductor-")
 atexit.register(shutil.rmtree, _cache, ignore_errors=True)
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # in process: no pool of workers per rank
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # trust /proc/cpuinfo: probing costs seconds in every process
 
 _stderr = 2
 
@@ -29,11 +32,12 @@ _stderr = 2
 def pytest_configure(config: pytest.Config) -> None:
     global _stderr
     config.addinivalue_line("markers", "limit(seconds): how long the watchdog lets this test run")
-    _stderr = os.dup(2)  # the terminal's: during a test, descriptor 2 is captured, and a forced exit would lose it
+    # The terminal's: during a test descriptor 2 is captured, and a forced exit loses what it holds.
+    _stderr = os.dup(2)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Set-up, test and teardown together get a limit; past it all stacks are printed and the process exits.
 
     The ranks' processes end with this one (see rank_process.py).

@@ -1,7 +1,8 @@
 """The child side of `common.run_ranks`: what one rank's process does around the function under test.
 
-A rank is forked from a forkserver that has imported torch and has run nothing, so it starts in milliseconds and inherits no
-threads. It sends exactly one report through its pipe, waits for the parent's leave, and exits.
+A rank is forked from a forkserver that has imported torch and has run nothing, so it starts in milliseconds
+and inherits no threads. It sends exactly one report through its pipe, waits for the parent's leave, and
+exits.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 
@@ -65,13 +67,13 @@ def rank_main(setup: RankSetup, payload: bytes, pipe: Connection) -> None:
 
 
 def _contain(setup: RankSetup) -> None:
-    """Makes sure that nothing of this rank outlives the test, and that its output and stacks can be read afterwards."""
-    # The forkserver ends when nobody holds its "alive" pipe any more. Ranks inherit it; without theirs, the forkserver ends
-    # with the test process, however that ended, and this rank ends with the forkserver.
-    alive = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)  # type: ignore[attr-defined]
-    if alive is not None:
-        os.close(alive)
-        forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
+    """Sees to it that nothing of this rank outlives the test, and that its output and stacks can be read."""
+    # The forkserver ends when nobody holds its "alive" pipe any more. Ranks inherit it; without theirs, the
+    # forkserver ends with the test process, however that ended, and this rank ends with the forkserver.
+    server: Any = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.setsid()  # one signal to the session's process group also reaches a compiler that Inductor has started
     log = os.open(setup.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
