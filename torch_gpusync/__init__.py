@@ -4,11 +4,18 @@
 Start with :class:`SyncGroup`, or with :func:`virtual_ranks` to try it in one process.
 """
 
-from torch_gpusync import _library, nn
-from torch_gpusync.buffer import SymmetricBuffer
-from torch_gpusync.errors import SyncError, SyncMismatchError, SyncTimeoutError
-from torch_gpusync.group import SyncGroup
-from torch_gpusync.virtual import virtual_buffers, virtual_ranks
+import sys
+
+try:
+    from torch_gpusync import _library, nn
+    from torch_gpusync.buffer import SymmetricBuffer
+    from torch_gpusync.errors import SyncError, SyncMismatchError, SyncTimeoutError
+    from torch_gpusync.group import SyncGroup
+    from torch_gpusync.virtual import virtual_buffers, virtual_ranks
+except Exception:
+    # `python -m torch_gpusync doctor` imports this first, and is asked when it fails.
+    if sys.argv[:2] != ["-m", "doctor"]:
+        raise
 
 __version__ = "0.1.0"
 

@@ -1,0 +1,180 @@
+"""The command line: what to measure, on how many ranks, and where the figures go."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from . import plan as plans
+from .cpu import run_rank
+from .launcher import RankFailure, launch
+from .mpich import Mpi, MpiError
+from .plan import Case, Plan
+from .results import Measurement, combine, table, write_json
+from .timing import Sampling, Series
+
+_QUICK = Sampling(rounds=3, sample_s=0.03)
+_SIZES = "4K,64K,1M,16M"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark. Exit code: 0; 1 when a rank failed; 2 for wrong arguments or a missing device."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        plan, ranks = _plan(options)
+    except ValueError as error:
+        parser.error(str(error))
+    if obstacle := _obstacle(options.device):
+        print(f"bench --device {options.device}: {obstacle}", file=sys.stderr)
+        return 2
+    progress = _Progress()
+    progress.line(plans.machine())
+    measurements: list[Measurement] = []
+    failed = False
+    try:
+        with tempfile.TemporaryDirectory(prefix="gpusync-bench-") as folder:
+            mpi = _find_mpi(Path(folder), progress)
+            for n in ranks:
+                measurements += _measure(n, plan, mpi, progress)
+    except RankFailure as failure:
+        progress.line(f"{failure}\n{failure.details}".rstrip())
+        failed = True
+    except KeyboardInterrupt:
+        progress.line("interrupted")
+        failed = True
+    progress.line(plans.machine())
+    print(table(measurements))
+    if options.json:
+        write_json(measurements, options.json)
+    if options.plot and not failed:
+        from .plot import plot
+
+        plot(measurements, options.plot)
+    return 1 if failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_gpusync bench",
+        description="Measure gpusync's ops beside the alternatives found on this machine, in the same run. "
+        "Progress goes to stderr, one table to stdout.",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", default="1,2,4,8", help="numbers of processes (default: %(default)s)")
+    parser.add_argument("--ops", default=",".join(plans.OPS), help="default: %(default)s")
+    parser.add_argument("--sizes", default=_SIZES, help="bytes of each rank's payload (default: %(default)s)")
+    parser.add_argument(
+        "--modes",
+        default="eager",
+        help="eager, compile or both (default: %(default)s)",
+    )
+    parser.add_argument("--rounds", type=int, help=f"samples of each (default: {Sampling.rounds})")
+    parser.add_argument("--sample", type=float, help=f"seconds of one sample (default: {Sampling.sample_s})")
+    parser.add_argument("--quick", action="store_true", help="few and short samples: to see that it works")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as a list of objects")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (needs matplotlib)")
+    return parser
+
+
+def _plan(options: argparse.Namespace) -> tuple[Plan, list[int]]:
+    ops = options.ops.split(",")
+    modes = tuple(options.modes.split(","))
+    for given, known, what in ((ops, plans.OPS, "op"), (modes, plans.MODES, "mode")):
+        for value in given:
+            if value not in known:
+                raise ValueError(f"unknown {what} '{value}': choose from {', '.join(known)}")
+    ranks = [int(text) for text in options.ranks.split(",")]
+    if not all(1 <= n <= 64 for n in ranks):
+        raise ValueError("ranks are 1 to 64")
+    sizes = [plans.parse_bytes(text) for text in options.sizes.split(",")]
+    if not all(size > 0 and size % 4 == 0 for size in sizes):
+        raise ValueError("sizes are positive multiples of 4 bytes (fp32)")
+    default = _QUICK if options.quick else Sampling()
+    sampling = Sampling(options.rounds or default.rounds, options.sample or default.sample_s)
+    if sampling.rounds < 1 or sampling.sample_s <= 0:
+        raise ValueError("rounds and the seconds of a sample must be positive")
+    cases: list[Case] = []
+    for op in ops:
+        cases += [Case(op)] if op == "barrier" else [Case(op, size) for size in sizes]
+    return Plan(tuple(cases), sampling, modes), ranks
+
+
+def _obstacle(device: str) -> str:
+    """Why nothing can be measured on ``device``; empty when it can."""
+    if device == "cpu":
+        return ""
+    if not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        return f"no GPU: torch {torch.__version__}, {built}, sees none on this machine"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("gpusync::barrier", "CUDA"):
+        return "this build of torch_gpusync holds no CUDA kernels: build it where nvcc is on PATH"
+    return "this version measures on the CPU only"
+
+
+def _find_mpi(folder: Path, progress: _Progress) -> Mpi | None:
+    try:
+        return Mpi(folder)
+    except MpiError as error:
+        progress.line(f"MPI is not among the peers: {error}")
+        return None
+
+
+def _measure(n: int, plan: Plan, mpi: Mpi | None, progress: _Progress) -> list[Measurement]:
+    """Everything at ``n`` ranks."""
+    progress.line(f"{n} {'ranks' if n > 1 else 'rank'}: {', '.join(map(str, plan.cases))}")
+    if mpi is not None and n > plans.cores():
+        progress.line(f"{mpi.name} is left out at {n} ranks on {plans.cores()} cores: its ranks spin")
+        mpi = None
+    if n == 1:
+        mpi = None  # nobody to talk to: its calls return at once
+    before = _run_mpi(mpi, n, plan, progress)
+    by_rank = launch(run_rank, n, plan, on_progress=lambda text: progress.show(f"{n} ranks, {text}"))
+    after = _run_mpi(mpi, n, plan, progress)
+    measurements: list[Measurement] = []
+    for index, case in enumerate(plan.cases):
+        if case in before and case in after:
+            calls = min(before[case].ops_per_sample, after[case].ops_per_sample)
+            merged = Series(
+                *(case.op, before[case].impl, "eager", True, calls),
+                before[case].samples_us + after[case].samples_us,
+            )
+            measurements.append(combine([merged], "cpu", case.nbytes, ranks=n))
+        for subject in range(len(by_rank[0][index][1])):
+            measurements.append(
+                combine([cases[index][1][subject] for cases in by_rank], "cpu", case.nbytes, ranks=n)
+            )
+    for m in measurements:
+        size = f" {plans.human(m.bytes)}" if m.bytes else ""
+        progress.line(f"  {m.op}{size}, {m.impl}, {m.mode}: {m.median_us:.2f} µs")
+    return measurements
+
+
+def _run_mpi(mpi: Mpi | None, n: int, plan: Plan, progress: _Progress) -> dict[Case, Series]:
+    """Half of its rounds."""
+    if mpi is None:
+        return {}
+    progress.show(f"{n} ranks, {mpi.name}")
+    try:
+        return mpi.run(n, plan.cases, Sampling((plan.sampling.rounds + 1) // 2, plan.sampling.sample_s))
+    except MpiError as error:
+        progress.line(str(error))
+        return {}
+
+
+class _Progress:
+    """On a terminal one line that changes, and lines that stay; elsewhere only the latter."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+
+    def show(self, text: str) -> None:
+        if self._terminal:
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    def line(self, text: str) -> None:
+        print(f"\r\033[K{text}" if self._terminal else text, file=sys.stderr, flush=True)

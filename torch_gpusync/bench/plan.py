@@ -1,0 +1,71 @@
+"""What one run measures, as it travels to the ranks."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .timing import Sampling
+
+OPS = ("barrier", "all_reduce")
+MODES = ("eager", "compile")
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op and the bytes that each rank gives to it."""
+
+    op: str
+    nbytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.op} {human(self.nbytes)}" if self.nbytes else self.op
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The cases, how they are sampled, and the modes that gpusync is called in."""
+
+    cases: tuple[Case, ...]
+    sampling: Sampling
+    modes: tuple[str, ...] = ("eager",)
+
+
+def human(nbytes: int) -> str:
+    """For example ``64 KiB``."""
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size and nbytes % size == 0:
+            return f"{nbytes // size} {unit}"
+    return f"{nbytes} B"
+
+
+def parse_bytes(text: str) -> int:
+    """``4096``, ``4K`` or ``1M`` as bytes. Raises ValueError."""
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    factor = units.get(text[-1:].upper(), 1)
+    return int(text[:-1] if factor > 1 else text) * factor
+
+
+def cores() -> int:
+    """How many cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def machine() -> str:
+    """The facts without which figures mean nothing, in one line."""
+    try:
+        models = [
+            line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
+        ]
+        model = models[0].split(":", 1)[1].strip()
+    except (OSError, IndexError):
+        model = platform.processor() or platform.machine()
+    load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
+    return (
+        f"{cores()} cores ({model}), load average {load}, Linux {platform.release()}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}"
+    )
