@@ -25,10 +25,10 @@ SHELL := bash
 
 python := $(VENV)/bin/python
 pip := $(python) -m pip --disable-pip-version-check
-# Build folders are kept, so that a change compiles only what it touches. torch's own environment does the build: see
-# [build-system] in pyproject.toml.
+# The build folder is kept, so that a change compiles only what it touches, and the wheel is made of the same objects.
+# torch's own environment does the build: see [build-system] in pyproject.toml.
 build_dir := build/$(patsubst .%,%,$(notdir $(VENV)))
-editable_install := $(pip) install --quiet --no-build-isolation --config-settings=build-dir=$(build_dir)/editable \
+editable_install := $(pip) install --quiet --no-build-isolation --config-settings=build-dir=$(build_dir) \
   --config-settings=cmake.define.GPUSYNC_WERROR=$(WERROR) --config-settings=cmake.define.GPUSYNC_BUILD_TESTS=ON --editable
 
 native_sources := $(shell find csrc test/cuda -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \
@@ -84,7 +84,7 @@ model:
 	@test/model/run.sh
 
 build: $(VENV)/.torch
-	@$(pip) wheel --quiet --no-build-isolation --config-settings=build-dir=$(build_dir)/wheel --no-deps --wheel-dir dist .
+	@$(pip) wheel --quiet --no-build-isolation --config-settings=build-dir=$(build_dir) --no-deps --wheel-dir dist .
 	@ls -l dist/*.whl
 
 lint: $(VENV)/.lint

@@ -46,10 +46,10 @@ def _run(*command: str | Path, timeout: float = 120, **environ: str) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The path of a wheel that is built from this tree with the environment in use.
 
-    Its build folder is kept, so that a second run compiles only what changed; `make build` uses the same one.
+    The build folder is the Makefile's: what it has compiled for the editable install is not compiled again.
     """
     folder = tmp_path_factory.mktemp("wheel")
-    build = _ROOT / "build" / Path(sys.prefix).name.removeprefix(".") / "wheel"
+    build = _ROOT / "build" / Path(sys.prefix).name.removeprefix(".")
     options = ["--no-build-isolation", "--no-deps", f"--config-settings=build-dir={build}"]
     _run(sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", folder, _ROOT, timeout=500)
     (path,) = folder.iterdir()
