@@ -49,7 +49,7 @@ void Group::all_reduce(const void* input, void* output, const Payload& payload, 
 bool Group::all_reduce_one_shot(const char* input, char* output, uint64_t numel, DType dtype, ReduceOp reduce_op,
                                 uint32_t key, Wait& wait) {
   const uint32_t channel_index = m_config.channels;
-  const uint32_t half = channel(m_config.rank, channel_index).stages[0].epoch() % kHalves;
+  const uint32_t half = channel(m_config.rank, channel_index).stages[0].epoch(0) % kHalves;
   std::memcpy(staging(m_config.rank, half), input, numel * item_bytes(dtype));
   if (!m_pull[channel_index].sync<true, true>(key, wait) || !wait.agreed()) return false;
   const void* sources[kMaxRanks];

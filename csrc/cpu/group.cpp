@@ -108,8 +108,10 @@ void Group::preset(uint32_t epoch) {
   for (uint32_t c = 0; c <= m_config.channels; ++c) {
     Channel& mine = channel(m_config.rank, c);
     for (Semaphore* semaphore : {&mine.stages[0], &mine.stages[1], &mine.mailbox.inbox}) {
-      for (uint32_t r = 0; r < m_config.world_size; ++r) semaphore->arrive<true>(r, told);
-      semaphore->set_epoch(epoch);
+      for (uint32_t r = 0; r < m_config.world_size; ++r) {
+        semaphore->arrive<true>(r, told);
+        semaphore->set_epoch(r, epoch);
+      }
     }
     for (uint32_t r = 0; r < m_config.world_size; ++r) mine.mailbox.sent[r] = mine.mailbox.seen[r] = epoch;
     mine.push_calls = epoch;

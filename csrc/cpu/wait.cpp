@@ -29,7 +29,7 @@ class Sleeper {
 
 }  // namespace
 
-bool Wait::until_slowly(const Semaphore& mine, uint32_t peer, uint64_t expected) {
+bool Wait::persist(const Semaphore& mine, uint32_t peer, uint64_t expected) {
   if (!m_start) m_start = std::chrono::steady_clock::now();
   for (int i = 0; i < kYields; ++i) {
     switch (compare(mine.acquire_from(peer), expected)) {

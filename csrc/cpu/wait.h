@@ -18,21 +18,25 @@ class Wait {
   /// `awaited`: mask of the ranks whose arrival the call needs, for the error message.
   Wait(Group& group, const CallRecord& call, uint64_t awaited) : m_group(group), m_call(call), m_awaited(awaited) {}
 
-  bool ready() const { return true; }  // Group::begin() has looked
+  // Group::begin() has looked at the group's state before, agreed() looks after.
+  bool ready() const { return true; }
+  bool settle() const { return true; }
   void notify(uint32_t peer) { m_group.ring_doorbell(peer); }
 
   bool until(const Semaphore& mine, uint32_t peer, uint64_t expected) {
     for (int spin = m_group.spins(); spin >= 0; --spin) {
       const uint64_t seen = mine.peek(peer);
       if (reached(seen, expected)) {
-        if (compare(seen, expected) == Seen::kMismatch) break;
+        if (compare(seen, expected) == Seen::kMismatch) return false;
         mine.acquire_from(peer);
         return true;
       }
       relax();
     }
-    return until_slowly(mine, peer, expected);
+    return false;
   }
+
+  bool persist(const Semaphore& mine, uint32_t peer, uint64_t expected);
 
   /// Call it when all that was waited for has come: a rank must not go on from a call that a peer has given up.
   bool agreed() { return m_group.state().phase() == Phase::kOk || m_group.settle(m_call); }
@@ -43,7 +47,6 @@ class Wait {
     __builtin_ia32_pause();
 #endif
   }
-  bool until_slowly(const Semaphore& mine, uint32_t peer, uint64_t expected);
   bool sleep_until(const Semaphore& mine, uint32_t peer, uint64_t expected);
   uint64_t missing(const Semaphore& mine, uint64_t expected) const;
 

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ 
   const int64_t offset = p.offset.device != nullptr ? *p.offset.device : p.offset.value;
   const bool fits = offset >= 0 && static_cast<uint64_t>(offset) <= p.part_numel && p.numel <= p.part_numel - offset;
   const uint64_t bytes = p.numel * p.item_bytes;
-  if (!fits || !wait.ready()) {
+  if (!fits || !(wait.ready() || wait.settle())) {
     // An offset that only the device knows cannot be refused before: it breaks the group.
     if (!fits && blockIdx.x == 0 && threadIdx.x == 0) wait.fail(DeviceReason::kBadOffset, p.key);
     if (!kPut) fill_poison(p.tensor, bytes, p.dtype);

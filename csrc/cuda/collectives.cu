@@ -1,5 +1,6 @@
 // All-reduce, pull one-shot: stage my input, meet, read everybody's, in one kernel.
 #include <algorithm>
+#include <type_traits>
 
 #include "cpu/reduce.h"
 #include "element.cuh"
@@ -107,6 +108,7 @@ Kernel for_ranks(uint32_t world_size) {
   }
 }
 
+// Unrolled over the ranks only for what models reduce all the time: sums of the floating-point types up to 32 bits.
 template <class T>
 Kernel for_op(ReduceOp op, uint32_t world_size) {
   switch (op) {
@@ -114,6 +116,7 @@ Kernel for_op(ReduceOp op, uint32_t world_size) {
     case ReduceOp::kMin: return pull_one_shot_kernel<T, Min, 0>;
     case ReduceOp::kSum: break;
   }
+  if constexpr (std::is_integral_v<T> || sizeof(T) == 8) return pull_one_shot_kernel<T, Sum, 0>;
   return for_ranks<T, Sum>(world_size);
 }
 

@@ -7,6 +7,7 @@
 
 #include "gpusync/block.h"
 #include "gpusync/semaphore.h"
+#include "gpusync/wait.h"
 
 namespace gpusync {
 
@@ -46,139 +47,158 @@ struct WaitContext {
 
 #if defined(__CUDACC__)
 
+/// The slow half of a wait.
+namespace escape {
+
+// How long the deciding rank waits for arrivals that were under way when it announced its decision: longer than any
+// time slice in which a peer's kernel may be held between looking at its status word and arriving.
+inline constexpr uint64_t kGraceNs = 100'000'000;
+// A decision that takes longer is one whose rank has died.
+inline constexpr uint64_t kDecisionLimitNs = 800'000'000;
+
+__device__ __forceinline__ uint64_t now() {
+  uint64_t ns;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+  return ns;
+}
+
+__device__ __forceinline__ DeviceStatus status(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return static_cast<DeviceStatus>(value);
+}
+
+__device__ __forceinline__ void store(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void announce(const WaitEscape& group, DeviceStatus status) {
+  for (uint32_t r = 0; r < group.world_size; ++r) store(group.status[r], static_cast<uint32_t>(status));
+}
+
+/// The one who changes the claim from 0 decides.
+__device__ __forceinline__ bool claim(const WaitEscape& group) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.sys.global.cas.b32 %0, [%1], %2, %3;"
+               : "=r"(before)
+               : "l"(group.claim), "r"(0u), "r"(1 + group.rank)
+               : "memory");
+  return before == 0;
+}
+
+__device__ __forceinline__ void write_failure(const WaitContext& context, DeviceReason reason, uint64_t missing,
+                                              uint64_t waited, uint64_t expected, const Semaphore* mine) {
+  const WaitEscape& group = *context.escape;
+  volatile DeviceFailure* failure = group.failure;
+  failure->rank = group.rank;
+  failure->missing = missing;
+  failure->waited_ns = waited;
+  failure->epoch = static_cast<uint32_t>(expected);
+  failure->fingerprint = static_cast<uint32_t>(expected >> 32);
+  failure->channel = context.channel;
+  failure->block = block::index();
+  for (uint32_t r = 0; r < group.world_size; ++r) failure->seen[r] = mine != nullptr ? mine->peek(r) : 0;
+  store(const_cast<uint32_t*>(&failure->reason), static_cast<uint32_t>(reason));
+}
+
+/// Waits for a decision under way; true: the group is whole.
+__device__ __forceinline__ bool settle(const WaitContext& context) {
+  const uint64_t start = now();
+  for (;;) {
+    const DeviceStatus s = status(context.status);
+    if (s != DeviceStatus::kDeciding) return s == DeviceStatus::kWhole;
+    if (now() - start > kDecisionLimitNs) {
+      store(context.status, static_cast<uint32_t>(DeviceStatus::kBroken));
+      return false;
+    }
+  }
+}
+
+/// Is a wait that began at `start` still worth it? False: the group is broken, by this wait or by another.
+__device__ __forceinline__ bool go_on(const WaitContext& context, const Semaphore& mine, uint64_t expected,
+                                          bool mismatch, uint64_t start) {
+  const DeviceStatus s = status(context.status);
+  if (s != DeviceStatus::kWhole) return s == DeviceStatus::kDeciding && settle(context);
+  const WaitEscape& group = *context.escape;
+  const uint64_t time = now();
+  const uint64_t waited = time - start;
+  if (!mismatch && waited < *static_cast<const volatile uint64_t*>(group.timeout_ns)) return true;
+  if (!claim(group)) return settle(context);
+  announce(group, DeviceStatus::kDeciding);
+  if (!mismatch) {
+    while (now() - time < kGraceNs) {
+    }
+  }
+  uint64_t missing = 0;
+  for (uint32_t r = 0; r < group.world_size; ++r) {
+    if (!reached(mine.peek(r), expected)) missing |= uint64_t{1} << r;
+  }
+  if (!mismatch && missing == 0) {
+    announce(group, DeviceStatus::kWhole);
+    store(group.claim, 0);
+    return true;  // and find the arrival at the next poll
+  }
+  write_failure(context, mismatch ? DeviceReason::kMismatch : DeviceReason::kTimeout, missing, waited, expected, &mine);
+  announce(group, DeviceStatus::kBroken);
+  return false;
+}
+
+/// Breaks the group for another reason than a wait.
+__device__ __forceinline__ void fail(const WaitContext& context, DeviceReason reason, uint32_t fingerprint) {
+  if (!claim(*context.escape)) return;
+  write_failure(context, reason, 0, 0, Arrival{0, fingerprint}.pack(), nullptr);
+  announce(*context.escape, DeviceStatus::kBroken);
+}
+
+}  // namespace escape
+
 /// The `Wait` that controllers are given in kernels: one for each lane, made in the kernel.
 class DeviceWait {
  public:
   __device__ __forceinline__ explicit DeviceWait(const WaitContext& context) : m_context(context) {}
 
-  /// May this call take part at all? Looked at before arriving, so that a rank which comes after its peers gave up
-  /// neither waits nor passes. The load is in flight together with that of the epoch.
-  __device__ __forceinline__ bool ready() const { return status() == DeviceStatus::kWhole || settle(); }
+  /// Looked at before arriving, so that a rank which comes after its peers gave up neither waits nor passes.
+  __device__ __forceinline__ bool ready() const { return escape::status(m_context.status) == DeviceStatus::kWhole; }
 
   __device__ __forceinline__ void notify(uint32_t) const {}
 
-  __device__ __forceinline__ bool until(const Semaphore& mine, uint32_t peer, uint64_t expected) {
+  /// One load and one comparison a turn; clock and status are left to persist().
+  __device__ __forceinline__ bool until(const Semaphore& mine, uint32_t peer, uint64_t expected) const {
+    if (poll(mine, peer, expected) != Seen::kArrived) return false;
+    mine.acquire_from(peer);
+    return true;
+  }
+
+  __device__ __forceinline__ bool settle() const { return escape::settle(m_context); }
+
+  __device__ __forceinline__ bool persist(const Semaphore& mine, uint32_t peer, uint64_t expected) const {
+    const uint64_t start = escape::now();
     for (;;) {
-      // The loop that every wait runs: one load, one comparison. Clock and status are off this path.
-      uint64_t seen = mine.peek(peer);
-#pragma unroll 1
-      for (uint32_t polls = 0; !reached(seen, expected) && polls < kPollsBetweenChecks; ++polls) seen = mine.peek(peer);
-      const Seen verdict = compare(seen, expected);
-      if (verdict == Seen::kArrived) {
-        mine.acquire_from(peer);
-        return true;
-      }
-      if (!go_on(mine, expected, verdict == Seen::kMismatch)) return false;
+      const Seen seen = poll(mine, peer, expected);
+      if (seen == Seen::kArrived) break;
+      if (!escape::go_on(m_context, mine, expected, seen == Seen::kMismatch, start)) return false;
     }
+    mine.acquire_from(peer);
+    return true;
   }
 
   /// Breaks the group for another reason than a wait.
-  __device__ __forceinline__ void fail(DeviceReason reason, uint32_t fingerprint) {
-    const WaitEscape& escape = *m_context.escape;
-    if (claim(escape) != 0) return;
-    write_failure(escape, reason, 0, 0, Arrival{0, fingerprint}.pack());
-    announce(escape, DeviceStatus::kBroken);
+  __device__ __forceinline__ void fail(DeviceReason reason, uint32_t fingerprint) const {
+    escape::fail(m_context, reason, fingerprint);
   }
 
  private:
   // About 2 ms on an H200: a poll takes half a microsecond.
   static constexpr uint32_t kPollsBetweenChecks = 4096;
-  // How long the deciding rank waits for arrivals that were under way when it announced its decision: longer than any
-  // time slice in which a peer's kernel may be held between looking at its status word and arriving.
-  static constexpr uint64_t kGraceNs = 100'000'000;
-  // A decision that takes longer is one whose rank has died.
-  static constexpr uint64_t kDecisionLimitNs = 800'000'000;
 
-  __device__ __forceinline__ static uint64_t now() {
-    uint64_t ns;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-    return ns;
-  }
-
-  __device__ __forceinline__ static uint32_t load(const uint32_t* word) {
-    uint32_t value;
-    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-    return value;
-  }
-
-  __device__ __forceinline__ static void store(uint32_t* word, uint32_t value) {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-  }
-
-  /// The one who changes the claim from 0 decides; tells what it was before.
-  __device__ __forceinline__ static uint32_t claim(const WaitEscape& escape) {
-    uint32_t before;
-    asm volatile("atom.acq_rel.sys.global.cas.b32 %0, [%1], %2, %3;"
-                 : "=r"(before)
-                 : "l"(escape.claim), "r"(0u), "r"(1 + escape.rank)
-                 : "memory");
-    return before;
-  }
-
-  __device__ __forceinline__ DeviceStatus status() const { return static_cast<DeviceStatus>(load(m_context.status)); }
-
-  /// Waits for a decision under way; true: the group is whole.
-  __device__ __forceinline__ bool settle() const {
-    const uint64_t start = now();
-    for (;;) {
-      const DeviceStatus s = status();
-      if (s != DeviceStatus::kDeciding) return s == DeviceStatus::kWhole;
-      if (now() - start > kDecisionLimitNs) {
-        store(m_context.status, static_cast<uint32_t>(DeviceStatus::kBroken));
-        return false;
-      }
-    }
-  }
-
-  __device__ __forceinline__ static void announce(const WaitEscape& escape, DeviceStatus status) {
-    for (uint32_t r = 0; r < escape.world_size; ++r) store(escape.status[r], static_cast<uint32_t>(status));
-  }
-
-  /// Off the fast path: is this wait still worth it? False: the group is broken.
-  __device__ __forceinline__ bool go_on(const Semaphore& mine, uint64_t expected, bool mismatch) {
-    const uint64_t time = now();
-    if (m_start == 0) m_start = time;
-    const DeviceStatus s = status();
-    if (s != DeviceStatus::kWhole) return s == DeviceStatus::kDeciding && settle();
-    const WaitEscape& escape = *m_context.escape;
-    const uint64_t waited = time - m_start;
-    if (!mismatch && waited < *reinterpret_cast<const volatile uint64_t*>(escape.timeout_ns)) return true;
-    if (claim(escape) != 0) return settle();
-    announce(escape, DeviceStatus::kDeciding);
-    if (!mismatch) {
-      while (now() - time < kGraceNs) {
-      }
-    }
-    uint64_t missing = 0;
-    for (uint32_t r = 0; r < escape.world_size; ++r) {
-      if (compare(mine.peek(r), expected) == Seen::kNotYet) missing |= uint64_t{1} << r;
-    }
-    if (!mismatch && missing == 0) {
-      announce(escape, DeviceStatus::kWhole);
-      store(escape.claim, 0);
-      return true;  // and find the arrival at the next poll
-    }
-    write_failure(escape, mismatch ? DeviceReason::kMismatch : DeviceReason::kTimeout, missing, waited, expected, &mine);
-    announce(escape, DeviceStatus::kBroken);
-    return false;
-  }
-
-  __device__ __forceinline__ void write_failure(const WaitEscape& escape, DeviceReason reason, uint64_t missing,
-                                                uint64_t waited, uint64_t expected, const Semaphore* mine = nullptr) {
-    volatile DeviceFailure* failure = escape.failure;
-    failure->rank = escape.rank;
-    failure->missing = missing;
-    failure->waited_ns = waited;
-    failure->epoch = static_cast<uint32_t>(expected);
-    failure->fingerprint = static_cast<uint32_t>(expected >> 32);
-    failure->channel = m_context.channel;
-    failure->block = block::index();
-    for (uint32_t r = 0; r < escape.world_size; ++r) failure->seen[r] = mine != nullptr ? mine->peek(r) : 0;
-    store(const_cast<uint32_t*>(&failure->reason), static_cast<uint32_t>(reason));
+  __device__ __forceinline__ static Seen poll(const Semaphore& mine, uint32_t peer, uint64_t expected) {
+    uint64_t seen = mine.peek(peer);
+#pragma unroll 1
+    for (uint32_t polls = 0; !reached(seen, expected) && polls < kPollsBetweenChecks; ++polls) seen = mine.peek(peer);
+    return compare(seen, expected);
   }
 
   const WaitContext& m_context;
-  uint64_t m_start = 0;
 };
 
 #endif  // __CUDACC__

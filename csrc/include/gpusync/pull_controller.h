@@ -3,6 +3,7 @@
 
 #include "gpusync/block.h"
 #include "gpusync/semaphore.h"
+#include "gpusync/wait.h"
 
 namespace gpusync {
 
@@ -10,12 +11,8 @@ namespace gpusync {
 /// every peer must have finished reading before inputs are reused. Each point is a complete barrier of all ranks on an
 /// epoch of its own, so that two starts in a row wait twice and a lone end waits once.
 ///
-/// A wait is bounded by the `Wait` that the caller passes:
-///   bool ready()                                                        before arriving: false: do not take part
-///   void notify(uint32_t peer)                                          after my arrival was stored at `peer`
-///   bool until(const Semaphore& mine, uint32_t peer, uint64_t expected) poll until `peer` has arrived, then acquire
-///                                                                       from it; false: given up
-/// `gpusync::cpu::Wait` (processes, futex) and `gpusync::DeviceWait` (kernels, timer) are the two there are.
+/// A wait is bounded by the `Wait` that the caller passes (wait.h says what it has to be): `gpusync::cpu::Wait` for
+/// processes, `gpusync::DeviceWait` for kernels.
 class PullController {
  public:
   static constexpr uint32_t kStages = 2;
@@ -39,23 +36,28 @@ class PullController {
   /// Returns false on all lanes when the wait was given up: no data of a peer may be used then.
   template <bool kFence, bool kStart, class Wait>
   GPUSYNC_HD bool sync(uint32_t fingerprint, Wait&& wait, uint32_t index = block::index()) const {
-    // Leading barrier: lane 0's release carries the whole block's writes, and all lanes see the last call's epoch.
+    // Leading barrier: each lane's release carries the whole block's writes.
     block::barrier();
     Semaphore& mine = semaphore<kStart>(m_rank, index);
-    const Arrival arrival{mine.epoch() + 1, fingerprint};
+    // A lane's own copy of the epoch serves all of its peers; it is loaded beside what ready() loads.
+    const Arrival arrival{mine.epoch(block::lane() % kMaxRanks) + 1, fingerprint};
     const uint64_t expected = arrival.pack();
-    bool complete = wait.ready();
-    for (uint32_t peer = block::lane(); peer < m_world_size && complete; peer += block::lanes()) {
-      semaphore<kStart>(peer, index).template arrive<kFence>(m_rank, expected);
-      wait.notify(peer);
-    }
+    const bool arrived = wait.ready();
+    if (arrived) arrive<kFence, kStart>(mine, expected, index, wait);
+    bool complete = arrived;
     for (uint32_t peer = block::lane(); peer < m_world_size && complete; peer += block::lanes()) {
       complete = wait.until(mine, peer, expected);
     }
     // Trailing barrier: without it lanes that wait for nobody would run ahead into the next stage.
-    complete = block::barrier_and(complete);
-    if (block::lane() == 0) mine.set_epoch(arrival.epoch);
-    return complete;
+    if (block::barrier_and(complete)) [[likely]] return true;
+
+    // Everything slow comes after everything fast, so that a launch fetches the fast instructions alone.
+    complete = arrived || wait.settle();
+    if (complete && !arrived) arrive<kFence, kStart>(mine, expected, index, wait);
+    for (uint32_t peer = block::lane(); peer < m_world_size && complete; peer += block::lanes()) {
+      complete = wait.persist(mine, peer, expected);
+    }
+    return block::barrier_and(complete);
   }
 
   GPUSYNC_HD uint32_t rank() const { return m_rank; }
@@ -65,6 +67,15 @@ class PullController {
   template <bool kStart>
   GPUSYNC_HD Semaphore& semaphore(uint32_t rank, uint32_t index) const {
     return m_rows[rank][index * kStages + (kStart ? 0 : 1)];
+  }
+
+  template <bool kFence, bool kStart, class Wait>
+  GPUSYNC_HD void arrive(Semaphore& mine, uint64_t arrival, uint32_t index, Wait&& wait) const {
+    for (uint32_t peer = block::lane(); peer < m_world_size; peer += block::lanes()) {
+      semaphore<kStart>(peer, index).template arrive<kFence>(m_rank, arrival);
+      mine.set_epoch(peer, static_cast<uint32_t>(arrival));
+      wait.notify(peer);
+    }
   }
 
   Semaphore* m_rows[kMaxRanks];

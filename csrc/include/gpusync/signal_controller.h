@@ -3,6 +3,7 @@
 
 #include "gpusync/block.h"
 #include "gpusync/semaphore.h"
+#include "gpusync/wait.h"
 
 namespace gpusync {
 
@@ -27,7 +28,7 @@ class SignalController {
   template <class Wait>
   GPUSYNC_HD void signal(uint32_t destination, uint32_t fingerprint, Wait&& wait) const {
     block::barrier();
-    if (block::lane() != 0 || !wait.ready()) return;
+    if (block::lane() != 0 || !(wait.ready() || wait.settle())) return;
     const Arrival arrival{++m_mailboxes[m_rank]->sent[destination], fingerprint};
     m_mailboxes[destination]->inbox.template arrive<true>(m_rank, arrival.pack());
     wait.notify(destination);
@@ -41,7 +42,9 @@ class SignalController {
     block::barrier();
     if (block::lane() == 0) {
       const Arrival arrival{mine.seen[source] + 1, fingerprint};
-      complete = wait.ready() && wait.until(mine.inbox, source, arrival.pack());
+      const uint64_t expected = arrival.pack();
+      complete = wait.ready() && wait.until(mine.inbox, source, expected);
+      if (!complete) complete = wait.settle() && wait.persist(mine.inbox, source, expected);
       if (complete) mine.seen[source] = arrival.epoch;
     }
     return block::barrier_and(complete);
