@@ -1,0 +1,517 @@
+"""When a rank is late, stops, dies, leaves or does something else, the others are told so, and in time.
+
+Three processes in most tests: with two, whoever is missing is always "the other".
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from common import Lost, run_ranks, run_threads
+from rank_tools import check_health, close_all, expect, learn, tell, timed
+
+import torch_gpusync
+from torch_gpusync import SyncError, SyncGroup, SyncMismatchError, SyncTimeoutError
+
+TIMEOUT = 0.7
+LIMIT = TIMEOUT + 1.0  # seconds after which nobody may still be waiting
+
+WAITS: dict[str, Callable[[SyncGroup], Any]] = {
+    "barrier": lambda sync: sync.barrier(),
+    "unfenced barrier": lambda sync: sync.barrier(3, fence=False),
+    "pull_start": lambda sync: sync.pull_start(1),
+    "pull_end": lambda sync: sync.pull_end(2),
+    "wait_signal": lambda sync: sync.wait_signal(2, 4),
+    "all_reduce": lambda sync: sync.all_reduce(torch.ones(32, 64)),
+}
+CHANNELS = {
+    "barrier": 0,
+    "unfenced barrier": 3,
+    "pull_start": 1,
+    "pull_end": 2,
+    "wait_signal": 4,
+    "all_reduce": -1,
+}
+
+
+def assert_all_ops_fail_at_once(sync: SyncGroup, error: type[SyncError]) -> None:
+    buffer = torch.ops.gpusync
+    calls: list[Callable[[], Any]] = [
+        sync.barrier,
+        lambda: sync.signal(0),
+        lambda: sync.wait_signal(0),
+        sync.pull_start,
+        sync.pull_end,
+        sync.push_epoch,
+        sync.push_exit,
+        lambda: sync.all_reduce(torch.ones(3)),
+        lambda: sync.all_reduce(torch.ones(0)),
+        lambda: sync.buffer("new", (3,), torch.float32),
+        sync.check,
+    ]
+    for call in calls:
+        start = time.monotonic()
+        expect(error, "broken", call)
+        assert time.monotonic() - start < 0.3
+    expect(RuntimeError, "is broken", buffer.put, sync.token, sync.name, "b", torch.ones(2))
+    expect(RuntimeError, "is broken", buffer.get, sync.token, sync.name, "b")
+    assert sync.is_broken
+
+
+def _without_rank_2(rank: int, what: str, way: str) -> str:
+    """Ranks 0 and 1 wait for rank 2, which behaves in the given way. Returns the error's text."""
+    sync = SyncGroup(timeout=TIMEOUT)
+    sync.buffer("b", (2,), torch.float32)
+    check_health(sync)
+    tell(f"pid {rank}", str(os.getpid()))
+    if rank == 2:
+        return _misbehave(sync, what, way)
+    learn("pid 2")
+    if way in ("killed", "exited", "closed"):
+        learn("gone")
+        time.sleep(0.05)
+    raised, seconds = timed(WAITS[what], sync)
+    assert isinstance(raised, SyncTimeoutError), raised
+    assert seconds < LIMIT, seconds
+    if way in ("never", "late", "stopped"):
+        assert seconds > 0.9 * TIMEOUT or "stopped because" in str(raised), seconds
+        assert TIMEOUT <= raised.waited_s < LIMIT
+    op = what.replace("unfenced ", "")
+    assert (raised.group, raised.op, raised.channel) == ("world", op, CHANNELS[what])
+    assert raised.missing_ranks == [2]
+    assert_all_ops_fail_at_once(sync, SyncTimeoutError)
+    again = expect(SyncTimeoutError, "is broken", sync.check)
+    for field in ("group", "op", "channel", "missing_ranks", "waited_s"):
+        assert getattr(again, field) == getattr(raised, field)
+    tell(f"failed {rank}")
+    if way == "stopped":
+        learn(f"failed {1 - rank}")
+        os.kill(int(learn("pid 2")), signal.SIGCONT)
+        learn("seen")
+    return str(raised)
+
+
+def _misbehave(sync: SyncGroup, what: str, way: str) -> str:
+    if way == "killed":
+        tell("gone")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if way == "exited":
+        tell("gone")
+        os._exit(0)
+    if way == "closed":
+        sync.close()
+        tell("gone")
+        learn("failed 0"), learn("failed 1")
+        return ""
+    if way == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        learn("failed 0"), learn("failed 1")
+    if way == "never":
+        return ""
+    # It comes after all. It must not pass what the others have given up, and is told what it has missed.
+    start = time.monotonic()
+    call = WAITS[what] if what != "wait_signal" else lambda sync: sync.signal(0, 4)
+    error = expect(SyncTimeoutError, "on rank 2 stopped because group 'world' is broken: ", call, sync)
+    assert time.monotonic() - start < 0.3
+    assert error.missing_ranks == [2]
+    assert_all_ops_fail_at_once(sync, SyncTimeoutError)
+    tell("seen")
+    return str(error)
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_case_28_a_rank_that_does_not_come_is_named_within_the_timeout(what: str) -> None:
+    texts = run_ranks(_without_rank_2, 3, what, "late")
+    host = re.escape(socket.gethostname())
+    channel = f"channel={CHANNELS[what]}, " if CHANNELS[what] >= 0 else ""
+    reporters = [text for text in texts[:2] if "stopped because" not in text]
+    assert reporters
+    for text in reporters:
+        assert re.fullmatch(
+            rf"gpusync: {what.split()[-1]}\(group='world', {channel}call \d+\) on rank (\d) "
+            rf"\(global \1, host {host}, pid \d+\) waited 0\.[7-9] s for rank 2 \(global 2, host {host}, "
+            r"pid \d+, alive; last call 7 pull_end\(channel=0, fence=False\)\)\. The group stays broken "
+            r"until it is closed and made again on all ranks",
+            text,
+        ), text
+
+
+@pytest.mark.parametrize("way", ["killed", "exited", "closed", "stopped", "never"])
+def test_a_rank_that_is_lost(way: str) -> None:
+    lost = (2,) if way in ("killed", "exited") else ()
+    texts = run_ranks(_without_rank_2, 3, "barrier", way, lost=lost)
+    state = {
+        "killed": r"pid \d+, dead; last call 7 ",
+        "exited": r"pid \d+, dead; last call 7 ",
+        "closed": "has closed the group; last call 7 ",
+        "stopped": r"pid \d+, stopped; last call 7 ",
+        "never": r"pid \d+, alive; last call 7 ",
+    }
+    for text in texts[:2]:
+        assert re.search(rf"for rank 2 \(global 2, host [^,]+, {state[way]}", text), text
+    if way == "killed":
+        assert texts[2] == Lost(-signal.SIGKILL)
+
+
+def _stopped_after_arriving(rank: int) -> float:
+    """A rank that has arrived is not waited for, whatever becomes of it; it passes when it goes on."""
+    sync = SyncGroup(timeout=5.0)
+    tell(f"pid {rank}", str(os.getpid()))
+    if rank == 2:
+        sync.barrier()
+        check_health(sync)
+        return 0.0
+    pid = int(learn("pid 2"))
+    if rank == 0:
+        while "last call 1 barrier" not in sync.dump().split("rank 2 ")[1]:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        os.kill(pid, signal.SIGSTOP)
+        tell("stopped")
+    learn("stopped")
+    start = time.monotonic()
+    sync.barrier()
+    seconds = time.monotonic() - start
+    tell(f"passed {rank}")
+    if rank == 0:
+        learn("passed 1")
+        os.kill(pid, signal.SIGCONT)
+    check_health(sync)
+    return seconds
+
+
+def test_a_rank_that_stops_after_its_arrival_holds_up_nobody() -> None:
+    assert max(run_ranks(_stopped_after_arriving, 3)) < 2.0
+
+
+def _killed_at_any_time(rank: int, seed: int) -> int:
+    """Rank 2 is killed in the middle of whatever it does; until then all results are right."""
+    sync = SyncGroup(buffer_bytes=1 << 14, timeout=TIMEOUT)
+    tell(f"pid {rank}", str(os.getpid()))
+    pid = int(learn("pid 2"))
+    sync.barrier()
+    if rank == 0:
+        timer = threading.Timer(0.02 + 0.013 * seed, os.kill, (pid, signal.SIGKILL))
+        timer.start()
+    k = 0
+    ending = time.monotonic()
+    try:
+        while True:
+            ending = time.monotonic()
+            x = sync.all_reduce(torch.full((3000,), float(k + rank)))
+            assert torch.equal(x, torch.full((3000,), 3.0 * k + 3))
+            sync.barrier(k % 3)
+            k += 1
+    except SyncTimeoutError as error:
+        assert time.monotonic() - ending < LIMIT
+        assert error.missing_ranks == [2], error
+    return k
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_rank_killed_at_any_time(seed: int) -> None:
+    rounds = run_ranks(_killed_at_any_time, 3, seed, lost=(2,))
+    assert rounds[0] > 0 and abs(rounds[0] - rounds[1]) <= 1, rounds
+
+
+def _left_deciding(rank: int) -> str:
+    """Rank 2 goes away between saying that it will decide whether the group is broken, and deciding."""
+    from torch_gpusync import memory
+
+    kept: list[torch.Tensor] = []
+    share = memory.share
+
+    def keep(*args: Any) -> torch.Tensor:
+        kept.append(share(*args))
+        return kept[-1]
+
+    memory.share = keep
+    sync = SyncGroup(timeout=10.0)
+    sync.barrier()
+    if rank == 2:
+        # csrc/cpu/pages.h: the first word of the memory is the state: generation, rank, phase (1: deciding).
+        state = kept[0][:4].view(torch.int32)
+        assert state.item() == 0
+        time.sleep(0.1)
+        state.fill_(2 << 8 | 1)
+        learn("told 0"), learn("told 1")
+        return str(expect(SyncTimeoutError, "is broken", sync.barrier))
+    error, seconds = timed(sync.barrier)
+    assert isinstance(error, SyncTimeoutError) and error.missing_ranks == [2], error
+    assert seconds < 2.5
+    tell(f"told {rank}")
+    assert_fields = expect(SyncTimeoutError, "is broken", sync.check)
+    assert assert_fields.op == "barrier" and assert_fields.channel == 0
+    return str(error)
+
+
+def test_a_decision_that_its_rank_leaves_halfway_is_taken_over() -> None:
+    run_ranks(_left_deciding, 3)
+
+
+def test_a_new_timeout_holds_for_a_wait_under_way() -> None:
+    ranks = torch_gpusync.virtual_ranks(3, timeout=60.0)
+
+    def body(index: int) -> float:
+        if index == 2:
+            time.sleep(0.3)
+            for sync in ranks:
+                sync.timeout = 0.5
+            assert ranks[0].timeout == 0.5
+            return 0.0
+        start = time.monotonic()
+        expect(SyncTimeoutError, "rank 2", ranks[index].barrier)
+        return time.monotonic() - start
+
+    assert all(0.4 < seconds < 1.5 for seconds in run_threads(body, 3, timeout=20)[:2])
+    close_all(ranks)
+
+
+def test_all_missing_ranks_are_named_in_order() -> None:
+    ranks = torch_gpusync.virtual_ranks(16, timeout=TIMEOUT)
+    missing = [3, 7, 11]
+
+    def body(rank: int) -> None:
+        if rank in missing:
+            return
+        error, seconds = timed(ranks[rank].barrier, 5)
+        assert isinstance(error, SyncTimeoutError) and error.missing_ranks == missing, error
+        assert seconds < LIMIT and error.channel == 5
+        for other in missing:
+            assert f"rank {other} (global {other}, " in str(error)
+
+    run_threads(body, 16, timeout=20)
+    close_all(ranks)
+
+
+def test_one_broken_group_leaves_the_others_whole() -> None:
+    broken, whole = (torch_gpusync.virtual_ranks(3, timeout=timeout) for timeout in (TIMEOUT, 20.0))
+
+    def body(rank: int) -> None:
+        if rank != 1:
+            expect(SyncTimeoutError, "rank 1", broken[rank].barrier)
+        check_health(whole[rank])
+
+    run_threads(body, 3)
+    close_all(broken + whole)
+
+
+def _made_again(rank: int) -> None:
+    """After a failure all ranks close the group and make it anew, under the same name if they like."""
+    sync = SyncGroup(name="tp", timeout=TIMEOUT)
+    if rank == 2:
+        learn("failed 0"), learn("failed 1")
+    else:
+        expect(SyncTimeoutError, "rank 2", sync.barrier)
+        tell(f"failed {rank}")
+    assert sync.is_broken
+    sync.close()
+    expect(SyncError, "no group 'tp'", sync.barrier)
+    again = SyncGroup(name="tp", timeout=20.0)
+    assert not again.is_broken
+    again.check()
+    check_health(again)
+
+
+def test_a_broken_group_is_closed_and_made_again_under_its_name() -> None:
+    run_ranks(_made_again, 3)
+
+
+# ---- mismatches
+
+MISMATCHES: dict[str, tuple[Callable[[SyncGroup], Any], str, Callable[[SyncGroup], Any], str]] = {
+    "fence": (
+        lambda s: s.barrier(),
+        r"barrier\(channel=0, fence=True\)",
+        lambda s: s.barrier(fence=False),
+        r"barrier\(channel=0, fence=False\)",
+    ),
+    "end fence": (
+        lambda s: s.pull_end(),
+        r"pull_end\(channel=0, fence=False\)",
+        lambda s: s.pull_end(fence=True),
+        r"pull_end\(channel=0, fence=True\)",
+    ),
+    "barrier or start": (
+        lambda s: s.barrier(2),
+        r"barrier\(channel=2, fence=True\)",
+        lambda s: s.pull_start(2),
+        r"pull_start\(channel=2\)",
+    ),
+    "size": (
+        lambda s: s.all_reduce(torch.ones(4, 8)),
+        r"all_reduce f32\[4, 8\] sum pull_one_shot",
+        lambda s: s.all_reduce(torch.ones(4, 9)),
+        r"all_reduce f32\[4, 9\] sum pull_one_shot",
+    ),
+    "dtype": (
+        lambda s: s.all_reduce(torch.ones(5)),
+        r"all_reduce f32\[5\] sum",
+        lambda s: s.all_reduce(torch.ones(5, dtype=torch.int32)),
+        r"all_reduce i32\[5\] sum",
+    ),
+    "reduce_op": (
+        lambda s: s.all_reduce(torch.ones(5)),
+        r"all_reduce f32\[5\] sum",
+        lambda s: s.all_reduce(torch.ones(5), "max"),
+        r"all_reduce f32\[5\] max",
+    ),
+}
+
+
+def _mismatch(rank: int) -> None:
+    for number, (name, (usual, usual_text, odd, odd_text)) in enumerate(MISMATCHES.items()):
+        sync = SyncGroup(name=name, timeout=20.0)
+        if rank == 1:
+            # Comes last, so that all have called when it is found out.
+            while len(re.findall(rf"\n  call 1 {usual_text}", sync.dump())) < 2:
+                time.sleep(0.002)
+        start = time.monotonic()
+        pattern = "does not match what other ranks called: rank 0 call 1 .*; rank 1 call 1 .*; rank 2 call 1 "
+        error = expect(SyncMismatchError, pattern, odd if rank == 1 else usual, sync)
+        assert time.monotonic() - start < 1.0 or rank != 1
+        assert error.group == name
+        texts = [usual_text, odd_text, usual_text]
+        assert len(error.calls) == 3
+        for text, call in zip(texts, error.calls, strict=True):
+            assert re.match(text, call), (text, error.calls)
+        assert sync.is_broken
+        assert expect(SyncMismatchError, "is broken", sync.check).calls == error.calls
+        expect(SyncMismatchError, "is broken", sync.barrier, 1 + number % 3)
+
+
+def test_case_10_ranks_that_call_different_things_are_told_what_each_called() -> None:
+    run_ranks(_mismatch, 3)
+
+
+def _empty_on_one(rank: int) -> None:
+    sync = SyncGroup(timeout=20.0)
+    check_health(sync)
+    x = torch.ones(0 if rank == 1 else 3)
+    if rank == 1:
+        assert sync.all_reduce(x).numel() == 0
+        expect(SyncMismatchError, "all_reduce", sync.all_reduce, torch.ones(3))
+    else:
+        expect(SyncMismatchError, "all_reduce", sync.all_reduce, x)
+
+
+def test_case_12_an_empty_call_on_one_rank_only_is_a_mismatch_of_the_next() -> None:
+    run_ranks(_empty_on_one, 3)
+
+
+def _wrong_stage(rank: int) -> str:
+    """Different stages have different slots: no arrival is seen, but the text shows the last calls."""
+    sync = SyncGroup(timeout=TIMEOUT)
+    error = expect(SyncTimeoutError, "waited", sync.pull_end if rank == 1 else sync.barrier)
+    return str(error)
+
+
+def test_a_barrier_and_an_end_time_out_and_show_the_last_calls() -> None:
+    for text in run_ranks(_wrong_stage, 3):
+        assert re.search(
+            r"alive; last call 1 (pull_end\(channel=0, fence=False\)|barrier\(channel=0, fence=True\))\)",
+            text,
+        )
+
+
+def _unequal_warm_up(rank: int) -> str:
+    """One rank makes a call less in its warm-up, and all then go on as usual."""
+    sync = SyncGroup(timeout=TIMEOUT)
+
+    def run() -> None:
+        for k in range(4 if rank == 1 else 5):
+            sync.all_reduce(torch.full((8,), float(k)))
+        sync.barrier()
+
+    return str(expect(SyncTimeoutError, "waited", run))
+
+
+def test_case_36_an_unequal_warm_up_is_diagnosed() -> None:
+    for text in run_ranks(_unequal_warm_up, 3):
+        assert re.search(
+            r"waited.* for rank 1 .*last call 5 barrier|for rank 0 .*last call 5 all_reduce", text
+        )
+
+
+# ---- compiled
+
+
+def _compiled(rank: int, backend: str) -> None:
+    sync = SyncGroup(timeout=20.0)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        sync.barrier()
+        return sync.all_reduce(x)
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    assert compiled(torch.full((4,), float(rank))).tolist() == [3.0] * 4
+    sync.timeout = TIMEOUT
+    if rank == 2:
+        learn("failed 0"), learn("failed 1")
+        error = expect(
+            RuntimeError, "on rank 2 stopped because group 'world' is broken", compiled, torch.ones(4)
+        )
+        assert not isinstance(error, SyncError)
+        expect(SyncTimeoutError, "barrier", sync.check)
+        return
+    raised, seconds = timed(compiled, torch.ones(4))
+    assert type(raised) is RuntimeError and seconds < LIMIT, raised
+    assert re.search(r"waited 0\.[7-9] s for rank 2 \(", str(raised))
+    tell(f"failed {rank}")
+    error = expect(SyncTimeoutError, r"waited 0\.[7-9] s for rank 2 \(", sync.check)
+    assert (error.group, error.op, error.channel, error.missing_ranks) == ("world", "barrier", 0, [2])
+    assert TIMEOUT <= error.waited_s < LIMIT
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_inside_compiled_code_it_is_a_runtime_error_and_check_says_more(backend: str) -> None:
+    run_ranks(_compiled, 3, backend, timeout=120)
+
+
+def _compiled_mismatch(rank: int) -> None:
+    sync = SyncGroup(timeout=20.0)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return sync.all_reduce(x)
+
+    if rank == 1:
+        error = expect(
+            RuntimeError,
+            "does not match what other ranks called",
+            torch.compile(step, fullgraph=True, backend="aot_eager"),
+            torch.ones(7),
+        )
+        assert not isinstance(error, SyncError)
+        assert len(expect(SyncMismatchError, "f32", sync.check).calls) == 3
+    else:
+        expect(SyncMismatchError, r"f32\[7\]", step, torch.ones(6))
+
+
+def test_case_38_a_compiled_and_an_eager_rank_that_disagree() -> None:
+    run_ranks(_compiled_mismatch, 3, timeout=120)
+
+
+def test_torch_ops_raise_runtime_errors_with_the_same_text() -> None:
+    ranks = torch_gpusync.virtual_ranks(3, timeout=TIMEOUT)
+
+    def body(rank: int) -> None:
+        if rank == 0:
+            return
+        error = expect(
+            RuntimeError, "for rank 0 ", torch.ops.gpusync.barrier, ranks[rank].token, ranks[rank].name
+        )
+        assert not isinstance(error, SyncError) and "Exception raised from" not in str(error)
+        expect(SyncTimeoutError, "for rank 0", ranks[rank].check)
+
+    run_threads(body, 3)
+    close_all(ranks)
