@@ -28,13 +28,32 @@ _lib.define("reduce_from_ranks(Tensor(a!) token, str group_name, Tensor x) -> Te
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """The fake of every op that returns nothing."""
+    """The fake of every op that returns nothing and takes no tensor besides the token."""
 
 
-_RETURN_NOTHING = ("barrier", "signal", "wait_signal", "pull_start", "pull_end", "push_exit", "put", "put.tensor_offset", "_nothing")
+def _check_device(token: Tensor, x: Tensor) -> None:
+    """Also what stops a meta tensor, whose 'kernels' these fakes are, from being taken for data."""
+    torch._check(
+        token.device.type == x.device.type,
+        lambda: (
+            f"gpusync: got a tensor on '{x.device}' and the token of a group on '{token.device}': move one to "
+            "the other's device"
+        ),
+    )
+
+
+_RETURN_NOTHING = ("barrier", "signal", "wait_signal", "pull_start", "pull_end", "push_exit", "_nothing")
 
 for _name in _RETURN_NOTHING:
     torch.library.register_fake(f"gpusync::{_name}", _nothing, lib=_lib)
+
+
+@torch.library.register_fake("gpusync::put.tensor_offset", lib=_lib)
+@torch.library.register_fake("gpusync::put", lib=_lib)
+def _put(
+    token: Tensor, group_name: str, buffer: str, x: Tensor, rank: int = -1, offset: int | Tensor = 0
+) -> None:
+    _check_device(token, x)
 
 
 @torch.library.register_fake("gpusync::push_epoch", lib=_lib)
@@ -54,6 +73,10 @@ def _get(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     if size is None or dtype is None:
+        if (group_name, buffer) not in buffer_meta:
+            raise RuntimeError(
+                f"gpusync: group '{group_name}' has no buffer '{buffer}' here: make it before, or pass size and dtype"
+            )
         known_size, known_dtype = buffer_meta[group_name, buffer]
         size = known_size if size is None else size
         dtype = known_dtype if dtype is None else dtype
@@ -61,16 +84,24 @@ def _get(
 
 
 @torch.library.register_fake("gpusync::all_reduce", lib=_lib)
-def _all_reduce(token: Tensor, group_name: str, x: Tensor, reduce_op: str = "sum", algo: str = "auto") -> Tensor:
-    torch._check(reduce_op in REDUCE_OPS, lambda: f"gpusync: unknown reduce_op '{reduce_op}': use one of {REDUCE_OPS}")
+def _all_reduce(
+    token: Tensor, group_name: str, x: Tensor, reduce_op: str = "sum", algo: str = "auto"
+) -> Tensor:
+    torch._check(
+        reduce_op in REDUCE_OPS, lambda: f"gpusync: unknown reduce_op '{reduce_op}': use one of {REDUCE_OPS}"
+    )
     torch._check(algo in ALGOS, lambda: f"gpusync: unknown algo '{algo}': use one of {ALGOS}")
-    torch._check(x.dtype in REDUCIBLE_DTYPES, lambda: f"gpusync: all_reduce does not take {x.dtype}: convert x")
+    torch._check(
+        x.dtype in REDUCIBLE_DTYPES, lambda: f"gpusync: all_reduce does not take {x.dtype}: convert x"
+    )
+    _check_device(token, x)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @torch.library.register_fake("gpusync::copy_to_ranks", lib=_lib)
 @torch.library.register_fake("gpusync::reduce_from_ranks", lib=_lib)
 def _like(token: Tensor, group_name: str, x: Tensor) -> Tensor:
+    _check_device(token, x)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -91,7 +122,13 @@ class _AllReduce(torch.autograd.Function):
             raise RuntimeError(
                 f"gpusync: all_reduce has no gradient for reduce_op='{ctx.reduce_op}': detach its input"
             )
-        return ops.all_reduce.default(ctx.token, ctx.group_name, grad, "sum", ctx.algo), None, None, None, None
+        return (
+            ops.all_reduce.default(ctx.token, ctx.group_name, grad, "sum", ctx.algo),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _all_reduce_autograd(
