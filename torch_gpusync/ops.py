@@ -185,5 +185,5 @@ _lib.impl("reduce_from_ranks", _reduce, "CompositeExplicitAutograd")
 _lib.impl("reduce_from_ranks", _reduce_autograd, "Autograd")
 
 # The others have no gradient: they skip autograd, which would otherwise complain about the mutated token.
-for _name in (*_RETURN_NOTHING, "push_epoch", "get", "get.tensor_offset"):
+for _name in (*_RETURN_NOTHING, "put", "put.tensor_offset", "push_epoch", "get", "get.tensor_offset"):
     _lib.impl(_name, torch.library.fallthrough_kernel, "Autograd")
