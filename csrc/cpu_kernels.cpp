@@ -71,23 +71,21 @@ void push_exit(Tensor token, std::string group_name, int64_t channel) {
 
 void put(Tensor token, std::string group_name, std::string buffer_name, Tensor x, int64_t rank, int64_t offset) {
   check_on_cpu(x, "put");
-  const auto group = find_cpu_group(group_name);
+  const auto group = enter(token, group_name);
   const cpu::Buffer& buffer = group->buffer(buffer_name);
   check_dtype_of_put(buffer, x);
   const Tensor source = packed(x);
   group->put(buffer, rank, offset, source.const_data_ptr(), payload_of(source));
-  touch(token);
 }
 
 Tensor get(Tensor token, std::string group_name, std::string buffer_name, int64_t rank,
            std::optional<std::vector<int64_t>> size, int64_t offset, std::optional<ScalarType> dtype) {
-  const auto group = find_cpu_group(group_name);
+  const auto group = enter(token, group_name);
   const cpu::Buffer& buffer = group->buffer(buffer_name);
   const std::vector<int64_t>& shape = shape_of_get(buffer, size);
   cpu::check_fits(buffer, offset, numel_of(shape), "get");  // before memory is asked for
   Tensor result = torch::stable::new_empty(token, shape, dtype_of_get(buffer, dtype));
   group->get(buffer, rank, offset, result.mutable_data_ptr(), payload_of(result));
-  touch(token);
   return result;
 }
 

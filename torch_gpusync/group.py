@@ -90,6 +90,13 @@ def _check_one_host(name: str, hosts: list[dict[str, str]]) -> None:
     )
 
 
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise SyncError(f"gpusync: device must be 'cpu', 'cuda' or 'cuda:N', not {device!r}") from None
+
+
 def _default_device(group: dist.ProcessGroup) -> torch.device:
     """The device that the process group itself works on."""
     bound = group.bound_device_id
@@ -144,11 +151,11 @@ class SyncGroup:
         state = rendezvous.of_group(process_group)
         shared_name = name if name is not None else rendezvous.default_name(process_group)
         try:
-            where = torch.device(device) if device is not None else _default_device(process_group)
+            where = _device(device) if device is not None else _default_device(process_group)
             seconds = _seconds(timeout)
-        except (RuntimeError, TypeError) as error:
+        except SyncError as error:
             state.rendezvous.refuse(str(error), "SyncGroup", shared_name, Deadline(DEFAULT_TIMEOUT))
-            raise SyncError(str(error)) from None
+            raise
         self._set_up(
             state.rendezvous,
             # Weak: a group must not keep the store of a destroyed process group, nor its port.

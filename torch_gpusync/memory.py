@@ -17,6 +17,7 @@ _HEADROOM = 0.9
 
 _NO_SPACE = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
 _NAMED_FOLDER = "/dev/shm"
+_SYSTEM = Path("/")  # where proc/ and sys/ are
 
 
 def _read_int(path: Path) -> int | None:
@@ -30,17 +31,17 @@ def _read_int(path: Path) -> int | None:
 def _cgroup_free() -> int | None:
     """Bytes left under the tightest memory limit of this process's control groups; None without a limit."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = (_SYSTEM / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return None
     free: list[int] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, limit_name, usage_name = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
+            root, limit_name, usage_name = _SYSTEM / "sys/fs/cgroup", "memory.max", "memory.current"
         elif "memory" in controllers.split(","):
             root, limit_name, usage_name = (
-                Path("/sys/fs/cgroup/memory"),
+                _SYSTEM / "sys/fs/cgroup/memory",
                 "memory.limit_in_bytes",
                 "memory.usage_in_bytes",
             )
@@ -63,12 +64,14 @@ def _reclaimable(cgroup: Path) -> int:
         lines = (cgroup / "memory.stat").read_text().splitlines()
     except OSError:
         return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+    counts = {name: int(count) for name, count in (line.split() for line in lines)}
+    # Version 1 counts its own pages under the plain name, and under the other those of the groups below too.
+    return counts.get("total_inactive_file", counts.get("inactive_file", 0))
 
 
 def _memory_available() -> int | None:
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = (_SYSTEM / "proc/meminfo").read_text().splitlines()
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
