@@ -23,9 +23,9 @@ def _sum_of_ranks(rank: int, offset: int) -> tuple[int, float, int]:
     return rank, x.item(), torch.get_num_threads()
 
 
-def _start_cost(rank: int) -> tuple[float, int]:
-    parent = Path(f"/proc/{os.getppid()}/task")
-    return time.monotonic(), len(list(parent.iterdir()))
+def _what_it_was_forked_from(rank: int) -> tuple[bool, int]:
+    threads = Path(f"/proc/{os.getppid()}/task")
+    return "torch._inductor.compile_fx" in sys.modules, len(list(threads.iterdir()))
 
 
 def _misbehave(rank: int, how: str) -> int:
@@ -77,11 +77,9 @@ def test_results_come_back_by_rank() -> None:
 
 
 def test_ranks_are_forked_from_a_clean_server() -> None:
-    run_ranks(_start_cost, 1, process_group=False)  # starts the forkserver
-    started = time.monotonic()
-    [(entered, threads)] = run_ranks(_start_cost, 1, process_group=False)
+    [(preloaded, threads)] = run_ranks(_what_it_was_forked_from, 1, process_group=False)
     assert threads == 1, "the forkserver has threads: a fork of it may hang"
-    assert entered - started < 1.0, "torch was imported again: the forkserver's preload failed"
+    assert preloaded, "the forkserver did not import what ranks need: every rank takes seconds to start"
 
 
 def test_environment_is_the_ranks_only() -> None:
@@ -139,7 +137,7 @@ def test_ranks_end_with_the_test_process(end: signal.Signals, tmp_path: Path) ->
     program = (
         "from test_common import _announce_and_hang, run_ranks\n"
         "if __name__ == '__main__':\n"
-        f"    run_ranks(_announce_and_hang, 2, {str(tmp_path / 'pid')!r}, timeout=60)\n"
+        f"    run_ranks(_announce_and_hang, 2, {str(tmp_path / 'pid')!r}, timeout=200)\n"
     )
     script = tmp_path / "program.py"
     script.write_text(program)
@@ -148,13 +146,14 @@ def test_ranks_end_with_the_test_process(end: signal.Signals, tmp_path: Path) ->
     with subprocess.Popen([sys.executable, str(script)], env=env, stderr=subprocess.DEVNULL) as parent:
         try:
             files = [tmp_path / "pid.0", tmp_path / "pid.1"]
-            _until(lambda: all(f.exists() and f.read_text() for f in files), 60)
+            _until(lambda: all(f.exists() and f.read_text() for f in files), 90)
             pids = [int(f.read_text()) for f in files]
             parent.send_signal(end)
             parent.wait(20)
         finally:
             parent.kill()
-    _until(lambda: not any(_runs(pid) for pid in pids), 10)
+    # The forkserver goes first, and takes its time to unload torch on a busy machine.
+    _until(lambda: not any(_runs(pid) for pid in pids), 60)
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> None:
