@@ -112,7 +112,7 @@ Tensor all_reduce(Tensor token, std::string group_name, Tensor x, std::string re
   const ReduceOp op = to_reduce_op(reduce_op);
   const Algo chosen = to_algo(algo);
   const cpu::Payload payload = payload_of(x);
-  check_reducible(payload);
+  check_reducible(payload, op);
   const auto group = enter(token, group_name);
   const Tensor input = packed(x);
   Tensor output = torch::stable::new_empty(input, payload.sizes);

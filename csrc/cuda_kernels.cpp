@@ -6,6 +6,7 @@
 
 #include "cuda/check.h"
 #include "cuda/group.h"
+#include "cuda/kernels.h"
 #include "registry.h"
 #include "tensor_args.h"
 
@@ -103,6 +104,7 @@ void put_at(const Call& call, const std::string& buffer_name, const Tensor& x, i
   call.check_device(x, "put");
   const cpu::Buffer& buffer = call.host().buffer(buffer_name);
   check_dtype_of_put(buffer, x);
+  cpu::check_fits(buffer, offset.value, static_cast<uint64_t>(x.numel()), "put");
   const Tensor source = packed(x);
   call.group().put(call.launch(), buffer, rank, offset, source.const_data_ptr(), payload_of(source));
 }
@@ -110,7 +112,9 @@ void put_at(const Call& call, const std::string& buffer_name, const Tensor& x, i
 Tensor get_at(const Call& call, const Tensor& token, const std::string& buffer_name, int64_t rank,
               const std::optional<std::vector<int64_t>>& size, cuda::Offset offset, std::optional<ScalarType> dtype) {
   const cpu::Buffer& buffer = call.host().buffer(buffer_name);
-  Tensor result = torch::stable::new_empty(token, shape_of_get(buffer, size), dtype_of_get(buffer, dtype));
+  const std::vector<int64_t>& shape = shape_of_get(buffer, size);
+  cpu::check_fits(buffer, offset.value, numel_of(shape), "get");  // before memory is asked for
+  Tensor result = torch::stable::new_empty(token, shape, dtype_of_get(buffer, dtype));
   call.group().get(call.launch(), buffer, rank, offset, result.mutable_data_ptr(), payload_of(result));
   return result;
 }
@@ -140,7 +144,7 @@ Tensor all_reduce(Tensor token, std::string group_name, Tensor x, std::string re
   const ReduceOp op = to_reduce_op(reduce_op);
   const Algo chosen = to_algo(algo);
   const cpu::Payload payload = payload_of(x);
-  check_reducible(payload);
+  check_reducible(payload, op);
   const Call call(token, group_name);
   call.check_device(x, "all_reduce");
   const Tensor input = packed(x);
@@ -164,6 +168,15 @@ void cuda_open(Tensor pad, std::string group_name, std::vector<int64_t> pads, in
       std::make_shared<Tensor>(pad)));
 }
 
+uint64_t poison_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::Bool: return 0x0101010101010101u;
+    case ScalarType::Char: return 0x7f7f7f7f7f7f7f7fu;
+    case ScalarType::Short: return 0x7fff7fff7fff7fffu;
+    default: return cuda::poison_of(to_dtype(type));
+  }
+}
+
 void cuda_buffer(Tensor memory, std::string group_name, std::string buffer_name, std::vector<int64_t> shape,
                  ScalarType dtype, std::vector<int64_t> parts) {
   const auto host = find_group(group_name);
@@ -172,11 +185,25 @@ void cuda_buffer(Tensor memory, std::string group_name, std::string buffer_name,
   const size_t item = torch::stable::new_empty(memory, {}, dtype).element_size();
   host->add_buffer({buffer_name, std::move(shape), to_dtype(dtype), static_cast<int64_t>(dtype), item, numel, nullptr, 0,
                     nullptr});
-  cuda::of(*host).add_buffer(buffer_name, {std::move(parts), std::make_shared<Tensor>(memory)});
+  cuda::of(*host).add_buffer(buffer_name, {std::move(parts), poison_of(dtype), std::make_shared<Tensor>(memory)});
+}
+
+/// Rows of four: max_bytes, algo (as in fingerprint.h), blocks, threads.
+void cuda_tune(std::string group_name, std::vector<int64_t> numbers) {
+  std::vector<cuda::Group::TuningRow> rows;
+  for (size_t i = 0; i + 3 < numbers.size(); i += 4) {
+    rows.push_back({static_cast<uint64_t>(numbers[i]), static_cast<Algo>(numbers[i + 1]),
+                    static_cast<uint32_t>(numbers[i + 2]), static_cast<uint32_t>(numbers[i + 3])});
+  }
+  cuda::of(*find_group(group_name)).set_tuning(std::move(rows));
 }
 
 std::vector<int64_t> cuda_probe(std::string group_name, int64_t phase) {
   return cuda::of(*find_group(group_name)).probe(static_cast<int>(phase));
+}
+
+void cuda_preset(std::string group_name, int64_t epoch) {
+  cuda::of(*find_group(group_name)).preset(static_cast<uint32_t>(epoch));
 }
 
 }  // namespace
@@ -201,5 +228,7 @@ STABLE_TORCH_LIBRARY_IMPL(gpusync, CUDA, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(gpusync, CompositeExplicitAutograd, m) {
   m.impl("_cuda_pad_bytes", TORCH_BOX(&gpusync::cuda_pad_bytes));
+  m.impl("_cuda_tune", TORCH_BOX(&gpusync::cuda_tune));
   m.impl("_cuda_probe", TORCH_BOX(&gpusync::cuda_probe));
+  m.impl("_cuda_preset", TORCH_BOX(&gpusync::cuda_preset));
 }

@@ -37,7 +37,9 @@ STABLE_TORCH_LIBRARY(gpusync, m) {
   m.def("_cuda_open(Tensor pad, str group_name, int[] pads, int staging_bytes, int max_blocks) -> ()");
   m.def("_cuda_buffer(Tensor memory, str group_name, str buffer, int[] shape, ScalarType dtype, int[] parts) -> ()");
   m.def("_cuda_probe(str group_name, int phase) -> int[]");
+  m.def("_cuda_preset(str group_name, int epoch) -> ()");
   m.def("_close(str group_name) -> ()");
+  m.def("_cuda_tune(str group_name, int[] rows) -> ()");
   m.def("_set_timeout(str group_name, float seconds) -> ()");
   m.def("_failure(str group_name) -> (int[], str[])");
   m.def("_dump(str group_name) -> str");

@@ -40,12 +40,17 @@ inline ReduceOp to_reduce_op(const std::string& name) {
   if (name == "sum") return ReduceOp::kSum;
   if (name == "max") return ReduceOp::kMax;
   if (name == "min") return ReduceOp::kMin;
-  throw std::runtime_error("gpusync: unknown reduce_op '" + name + "': use 'sum', 'max' or 'min'");
+  if (name == "avg") return ReduceOp::kAvg;
+  throw std::runtime_error("gpusync: unknown reduce_op '" + name + "': use 'sum', 'max', 'min' or 'avg'");
 }
 
 inline Algo to_algo(const std::string& name) {
-  if (name == "auto" || name == "pull_one_shot") return Algo::kPullOneShot;
-  throw std::runtime_error("gpusync: unknown algo '" + name + "': use 'auto' or 'pull_one_shot'");
+  if (name == "auto") return Algo::kNone;
+  if (name == "pull_one_shot") return Algo::kPullOneShot;
+  if (name == "pull_two_shot") return Algo::kPullTwoShot;
+  if (name == "push_one_shot") return Algo::kPushOneShot;
+  throw std::runtime_error("gpusync: unknown algo '" + name +
+                           "': use 'auto', 'pull_one_shot', 'pull_two_shot' or 'push_one_shot'");
 }
 
 inline Tensor packed(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
@@ -91,7 +96,10 @@ inline void check_dtype_of_put(const cpu::Buffer& buffer, const Tensor& x) {
   }
 }
 
-inline void check_reducible(const cpu::Payload& payload) {
+inline void check_reducible(const cpu::Payload& payload, ReduceOp op) {
+  if (op == ReduceOp::kAvg && (payload.dtype == DType::kInt32 || payload.dtype == DType::kInt64)) {
+    throw std::runtime_error("gpusync: all_reduce has no 'avg' for integers: use 'sum' and divide");
+  }
   if (payload.dtype == DType::kOther) {
     throw std::runtime_error("gpusync: all_reduce takes float32, float64, float16, bfloat16, int32 and int64: convert x");
   }

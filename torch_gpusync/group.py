@@ -190,8 +190,8 @@ class SyncGroup:
         unlike its peers'.
         """
         self.name = own_name or shared_name
-        if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device())
+        if device.type == "cuda" and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
         self.device = device
         self.channels = channels
         self._peer_memory = peer_memory
@@ -267,6 +267,8 @@ class SyncGroup:
         if not _is_whole(buffer_bytes) or not 1 <= buffer_bytes <= MAX_BUFFER_BYTES:
             return f"buffer_bytes must be a whole number from 1 to {MAX_BUFFER_BYTES}, not {buffer_bytes!r}"
         if self.device.type == "cuda":
+            if capturing := cuda_memory.complain_of_capture("a group"):
+                return capturing
             if not torch.cuda.is_available():
                 return f"device '{self.device}' was asked for, but torch sees no GPU here"
             if not cuda_memory.has_kernels():
@@ -365,11 +367,14 @@ class SyncGroup:
         Args:
             x: float32, float64, float16, bfloat16, int32 or int64, any shape and strides, the same on all
                 ranks.
-            reduce_op: ``sum``, ``max`` or ``min``, in rank order; the 16-bit types are reduced in float32.
-            algo: ``auto`` or ``pull_one_shot``.
+            reduce_op: ``sum``, ``max``, ``min`` or, for floating point, ``avg`` (the sum times 1/world_size), in
+                rank order; the 16-bit types are reduced in float32 and rounded once.
+            algo: ``pull_one_shot`` (stage, meet, read all), ``pull_two_shot`` (each rank reduces its share),
+                ``push_one_shot`` (write to all), or ``auto`` by size. All give the same bits.
 
         Returns:
-            A contiguous tensor of x's shape and dtype. Gradient (sum only): all_reduce of the gradients.
+            A contiguous tensor of x's shape and dtype. Gradient (sum and avg): all_reduce of the gradients with
+            the same reduce_op.
 
         Raises:
             SyncError: unknown dtype, reduce_op or algo. SyncTimeoutError, SyncMismatchError: see the classes.
@@ -405,6 +410,8 @@ class SyncGroup:
             size = _checked_shape(shape)
             if not isinstance(dtype, torch.dtype) or dtype in _QUANTIZED:
                 raise SyncError(f"dtype must be a torch.dtype and not a quantized one, not {dtype!r}")
+            if self.device.type == "cuda" and (capturing := cuda_memory.complain_of_capture("a buffer")):
+                raise SyncError(capturing)
             if (self.name, name) in buffer_meta:
                 raise SyncError(f"group '{self.name}' already has a buffer '{name}': choose another name")
         except SyncError as error:
@@ -448,6 +455,7 @@ class SyncGroup:
         (compiled functions know it by that), pass ``name=``: default names count up.
         """
         self._finalizer()
+        self._keep_alive.clear()  # only now: the library has waited for the kernels that use it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SyncGroup":
         return self

@@ -15,8 +15,8 @@ _library.load()
 
 ops = torch.ops.gpusync
 
-REDUCE_OPS = ("sum", "max", "min")
-ALGOS = ("auto", "pull_one_shot")
+REDUCE_OPS = ("sum", "max", "min", "avg")
+ALGOS = ("auto", "pull_one_shot", "pull_two_shot", "push_one_shot")
 REDUCIBLE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 
 # (group name, buffer name) -> (shape, dtype), for a `get` that leaves them out.
@@ -118,12 +118,12 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if ctx.reduce_op != "sum":
+        if ctx.reduce_op not in ("sum", "avg"):
             raise RuntimeError(
                 f"gpusync: all_reduce has no gradient for reduce_op='{ctx.reduce_op}': detach its input"
             )
         return (
-            ops.all_reduce.default(ctx.token, ctx.group_name, grad, "sum", ctx.algo),
+            ops.all_reduce.default(ctx.token, ctx.group_name, grad, ctx.reduce_op, ctx.algo),
             None,
             None,
             None,

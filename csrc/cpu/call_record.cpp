@@ -91,6 +91,7 @@ const char* name(ReduceOp op) {
     case ReduceOp::kSum: return "sum";
     case ReduceOp::kMax: return "max";
     case ReduceOp::kMin: return "min";
+    case ReduceOp::kAvg: return "avg";
   }
   return "unknown reduce_op";
 }
@@ -99,6 +100,8 @@ const char* name(Algo algo) {
   switch (algo) {
     case Algo::kNone: return "";
     case Algo::kPullOneShot: return "pull_one_shot";
+    case Algo::kPullTwoShot: return "pull_two_shot";
+    case Algo::kPushOneShot: return "push_one_shot";
   }
   return "unknown algo";
 }

@@ -21,40 +21,97 @@ void Group::skip(const CallKey& key, const Payload& payload) {
   ++m_skipped;
 }
 
-void Group::all_reduce(const void* input, void* output, const Payload& payload, ReduceOp reduce_op, Algo algo) {
+namespace {
+
+// Where nothing is asked for by name. With two ranks a share is half of the data, and reading the other half twice costs
+// less than meeting twice; with more ranks two-shot reads a fraction of what one-shot does.
+Algo choose(Algo asked, uint32_t world_size, uint64_t bytes) {
+  constexpr uint64_t kTwoShotFrom = 64 << 10;
+  if (asked != Algo::kNone) return asked;
+  return world_size > 2 && bytes >= kTwoShotFrom ? Algo::kPullTwoShot : Algo::kPullOneShot;
+}
+
+}  // namespace
+
+void Group::all_reduce(const void* input, void* output, const Payload& payload, ReduceOp reduce_op, Algo asked) {
   const std::lock_guard turn(m_channel_mutex[m_config.channels]);
+  const size_t item = item_bytes(payload.dtype);
+  const Algo algo = choose(asked, m_config.world_size, payload.numel * item);
   const CallKey agreed = collective_key(payload, reduce_op, algo);
   if (payload.numel == 0) {
     skip(agreed, payload);
     return;
   }
-  const uint32_t key = fingerprint(agreed);
   CallRecord call = record(agreed, payload);
   begin(call);
   Wait wait(*this, call, all_ranks());
-  const size_t item = item_bytes(payload.dtype);
-  const uint64_t chunk = m_layout.half_bytes() / item;
+  const size_t room = algo == Algo::kPushOneShot ? push_slot_bytes() : m_layout.half_bytes();
+  const uint64_t chunk = room / item;
   for (uint64_t first = 0; first < payload.numel; first += chunk) {
-    const uint64_t count = std::min(chunk, payload.numel - first);
-    if (!all_reduce_one_shot(static_cast<const char*>(input) + first * item, static_cast<char*>(output) + first * item,
-                             count, payload.dtype, reduce_op, key, wait)) {
-      throw_broken(call);
-    }
+    const Part part{static_cast<const char*>(input) + first * item, static_cast<char*>(output) + first * item,
+                    std::min(chunk, payload.numel - first), payload.dtype, reduce_op, fingerprint(agreed)};
+    const bool complete = algo == Algo::kPushOneShot   ? push_one_shot(part, wait)
+                          : algo == Algo::kPullTwoShot ? pull_two_shot(part, wait)
+                                                       : pull_one_shot(part, wait);
+    if (!complete) throw_broken(call);
   }
 }
 
-/// One chunk, pull one-shot: stage my input, meet, read everybody's. Two staging halves in turn make a barrier at the end
-/// needless: I write half k % 2 again in call k + 2, after my wait of call k + 1, where each peer arrived only after it
-/// had read call k. Chunks may differ in size from call to call, for each is staged and read whole by one thread.
-bool Group::all_reduce_one_shot(const char* input, char* output, uint64_t numel, DType dtype, ReduceOp reduce_op,
-                                uint32_t key, Wait& wait) {
-  const uint32_t channel_index = m_config.channels;
-  const uint32_t half = channel(m_config.rank, channel_index).stages[0].epoch(0) % kHalves;
-  std::memcpy(staging(m_config.rank, half), input, numel * item_bytes(dtype));
-  if (!m_pull[channel_index].sync<true, true>(key, wait) || !wait.agreed()) return false;
+// Each algorithm below works off one part that fits the staging memory, in half k % 2 of it in call k. Two halves in turn
+// make a barrier at the end needless: I write half k % 2 again in call k + 2, after my wait of call k + 1, where each peer
+// arrived only after it had read call k. All of them meet once in the start stage, whose epoch counts the calls, so that
+// they may follow one another in any order. Parts may differ in size: each is staged and read whole by one thread.
+
+uint32_t Group::half() const { return channel(m_config.rank, m_config.channels).stages[0].epoch(0) % kHalves; }
+
+size_t Group::push_slot_bytes() const { return m_layout.half_bytes() / m_config.world_size / kLineBytes * kLineBytes; }
+
+/// Stage my input, meet, read everybody's.
+bool Group::pull_one_shot(const Part& part, Wait& wait) {
+  const uint32_t h = half();
+  std::memcpy(staging(m_config.rank, h), part.input, part.numel * item_bytes(part.dtype));
+  if (!m_pull[m_config.channels].sync<true, true>(part.key, wait) || !wait.agreed()) return false;
   const void* sources[kMaxRanks];
-  for (uint32_t r = 0; r < m_config.world_size; ++r) sources[r] = staging(r, half);
-  reduce(output, sources, m_config.world_size, numel, dtype, reduce_op);
+  for (uint32_t r = 0; r < m_config.world_size; ++r) sources[r] = staging(r, h);
+  reduce(part.output, sources, m_config.world_size, part.numel, part.dtype, part.reduce_op);
+  return true;
+}
+
+/// Stage my input, meet, reduce my share of everybody's, meet again, read everybody's share. The result takes the place
+/// of my input in my staging: that share of it nobody else reads before the second meeting.
+bool Group::pull_two_shot(const Part& part, Wait& wait) {
+  const uint32_t h = half();
+  const uint32_t world_size = m_config.world_size;
+  const size_t item = item_bytes(part.dtype);
+  const uint64_t share = round_up((part.numel + world_size - 1) / world_size, kLineBytes);
+  const auto first_of = [&](uint32_t r) { return std::min<uint64_t>(r * share, part.numel); };
+  std::memcpy(staging(m_config.rank, h), part.input, part.numel * item);
+  if (!m_pull[m_config.channels].sync<true, true>(part.key, wait)) return false;
+  const uint64_t mine = first_of(m_config.rank);
+  const uint64_t count = first_of(m_config.rank + 1) - mine;
+  const void* sources[kMaxRanks];
+  for (uint32_t r = 0; r < world_size; ++r) sources[r] = staging(r, h) + mine * item;
+  reduce(staging(m_config.rank, h) + mine * item, sources, world_size, count, part.dtype, part.reduce_op);
+  if (!m_pull[m_config.channels].sync<true, false>(part.key, wait) || !wait.agreed()) return false;
+  for (uint32_t r = 0; r < world_size; ++r) {
+    const uint64_t first = first_of(r);
+    std::memcpy(part.output + first * item, staging(r, h) + first * item, (first_of(r + 1) - first) * item);
+  }
+  return true;
+}
+
+/// Write my input into every peer's staging, meet, reduce what is in mine.
+bool Group::push_one_shot(const Part& part, Wait& wait) {
+  const uint32_t h = half();
+  const uint32_t rank = m_config.rank;
+  const size_t slot = push_slot_bytes();
+  for (uint32_t r = 0; r < m_config.world_size; ++r) {
+    if (r != rank) std::memcpy(staging(r, h) + rank * slot, part.input, part.numel * item_bytes(part.dtype));
+  }
+  if (!m_pull[m_config.channels].sync<true, true>(part.key, wait) || !wait.agreed()) return false;
+  const void* sources[kMaxRanks];
+  for (uint32_t r = 0; r < m_config.world_size; ++r) sources[r] = r == rank ? part.input : staging(rank, h) + r * slot;
+  reduce(part.output, sources, m_config.world_size, part.numel, part.dtype, part.reduce_op);
   return true;
 }
 

@@ -52,6 +52,16 @@ struct Buffer {
 /// Throws when `numel` elements at `offset` do not lie inside the buffer.
 void check_fits(const Buffer& buffer, int64_t offset, uint64_t numel, const char* op);
 
+/// What one round of a collective works on.
+struct Part {
+  const char* input;
+  char* output;
+  uint64_t numel;
+  DType dtype;
+  ReduceOp reduce_op;
+  uint32_t key;
+};
+
 class Group {
  public:
   /// `memory`: Layout's total_bytes(), shared by all ranks, zero before the first of them opened it.
@@ -76,7 +86,7 @@ class Group {
   void get(const Buffer& buffer, int64_t rank, int64_t offset, void* target, const Payload& payload);
 
   // --- collectives.cpp
-  void all_reduce(const void* input, void* output, const Payload& payload, ReduceOp reduce_op, Algo algo);
+  void all_reduce(const void* input, void* output, const Payload& payload, ReduceOp reduce_op, Algo asked);
 
   // --- failure.cpp
   enum class Verdict { kComplete, kRetry, kBroken };
@@ -155,8 +165,11 @@ class Group {
                      const uint64_t* seen = nullptr);
   std::string describe_rank(uint32_t rank) const;
   char* staging(uint32_t rank, uint32_t half) const { return at<char>(m_layout.staging(rank, half)); }
-  bool all_reduce_one_shot(const char* input, char* output, uint64_t numel, DType dtype, ReduceOp reduce_op, uint32_t key,
-                           Wait& wait);
+  uint32_t half() const;
+  size_t push_slot_bytes() const;
+  bool pull_one_shot(const Part& part, Wait& wait);
+  bool pull_two_shot(const Part& part, Wait& wait);
+  bool push_one_shot(const Part& part, Wait& wait);
 
   InterruptCounter m_interrupts;
   GroupConfig m_config;

@@ -36,7 +36,15 @@ struct Element<BFloat16> : HalfElement<BFloat16> {};
 template <>
 struct Element<Float16> : HalfElement<Float16> {};
 
-struct Sum {
+/// What most reductions end with: nothing.
+struct AsItIs {
+  template <class A>
+  static A finish(A sum, uint32_t) {
+    return sum;
+  }
+};
+
+struct Sum : AsItIs {
   template <class A>
   static A apply(A a, A b) {
     if constexpr (std::is_integral_v<A>) {
@@ -48,15 +56,22 @@ struct Sum {
   }
 };
 
+struct Avg : Sum {
+  template <class A>
+  static A finish(A sum, uint32_t n) {
+    return sum * static_cast<A>(1.0 / n);
+  }
+};
+
 // The comparisons are such that a NaN on either side wins.
-struct Max {
+struct Max : AsItIs {
   template <class A>
   static A apply(A a, A b) {
     return b > a || b != b ? b : a;
   }
 };
 
-struct Min {
+struct Min : AsItIs {
   template <class A>
   static A apply(A a, A b) {
     return b < a || b != b ? b : a;
@@ -74,7 +89,9 @@ constexpr uint64_t kBlock = 1024;
   if (n_sources == 2) {                                                                              \
     const T* a = in[0];                                                                              \
     const T* b = in[1];                                                                              \
-    for (uint64_t i = 0; i < numel; ++i) E::store(F::apply(E::load(a[i]), E::load(b[i])), out[i]);   \
+    for (uint64_t i = 0; i < numel; ++i) {                                                           \
+      E::store(F::finish(F::apply(E::load(a[i]), E::load(b[i])), 2), out[i]);                        \
+    }                                                                                                \
     return;                                                                                          \
   }                                                                                                  \
   A sum[kBlock];                                                                                     \
@@ -85,7 +102,7 @@ constexpr uint64_t kBlock = 1024;
       const T* next = in[s] + first;                                                                 \
       for (uint64_t i = 0; i < count; ++i) sum[i] = F::apply(sum[i], E::load(next[i]));              \
     }                                                                                                \
-    for (uint64_t i = 0; i < count; ++i) E::store(sum[i], out[first + i]);                           \
+    for (uint64_t i = 0; i < count; ++i) E::store(F::finish(sum[i], n_sources), out[first + i]);     \
   }
 
 using ReduceFn = void (*)(void*, const void* const*, uint32_t, uint64_t);
@@ -96,21 +113,25 @@ using ReduceFn = void (*)(void*, const void* const*, uint32_t, uint64_t);
     GPUSYNC_REDUCE_BODY(T, F)                                                                                    \
   }
 #define GPUSYNC_REDUCE_ALL(T) GPUSYNC_REDUCE(T, Sum) GPUSYNC_REDUCE(T, Max) GPUSYNC_REDUCE(T, Min)
-GPUSYNC_REDUCE_ALL(float)
-GPUSYNC_REDUCE_ALL(double)
-GPUSYNC_REDUCE_ALL(Float16)
-GPUSYNC_REDUCE_ALL(BFloat16)
+#define GPUSYNC_REDUCE_FLOAT(T) GPUSYNC_REDUCE_ALL(T) GPUSYNC_REDUCE(T, Avg)
+GPUSYNC_REDUCE_FLOAT(float)
+GPUSYNC_REDUCE_FLOAT(double)
+GPUSYNC_REDUCE_FLOAT(Float16)
+GPUSYNC_REDUCE_FLOAT(BFloat16)
 GPUSYNC_REDUCE_ALL(int32_t)
 GPUSYNC_REDUCE_ALL(int64_t)
 
-#define GPUSYNC_ROW(T) {reduce_##T##_Sum, reduce_##T##_Max, reduce_##T##_Min}
+#define GPUSYNC_ROW(T, Avg) {reduce_##T##_Sum, reduce_##T##_Max, reduce_##T##_Min, Avg}
+#define GPUSYNC_FLOAT_ROW(T) GPUSYNC_ROW(T, reduce_##T##_Avg)
 
 ReduceFn choose(DType dtype, ReduceOp op) {
-  static constexpr ReduceFn kTable[][3] = {GPUSYNC_ROW(float),    GPUSYNC_ROW(double),  GPUSYNC_ROW(Float16),
-                                           GPUSYNC_ROW(BFloat16), GPUSYNC_ROW(int32_t), GPUSYNC_ROW(int64_t)};
+  static constexpr ReduceFn kTable[][4] = {
+      GPUSYNC_FLOAT_ROW(float),    GPUSYNC_FLOAT_ROW(double),     GPUSYNC_FLOAT_ROW(Float16),
+      GPUSYNC_FLOAT_ROW(BFloat16), GPUSYNC_ROW(int32_t, nullptr), GPUSYNC_ROW(int64_t, nullptr)};
   const auto row = static_cast<uint32_t>(dtype) - static_cast<uint32_t>(DType::kFloat32);
-  if (row >= std::size(kTable)) throw std::runtime_error("gpusync: cannot reduce this dtype");
-  return kTable[row][static_cast<uint32_t>(op)];
+  const ReduceFn chosen = row < std::size(kTable) ? kTable[row][static_cast<uint32_t>(op)] : nullptr;
+  if (chosen == nullptr) throw std::runtime_error("gpusync: cannot reduce this dtype in this way");
+  return chosen;
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ struct CopyParams {
   uint64_t numel;      // to copy
   uint64_t part_numel;
   uint32_t item_bytes;
-  DType dtype;
+  uint64_t poison;
   Offset offset;
   WaitContext wait;
   int32_t* token;
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ 
   if (!fits || !(wait.ready() || wait.settle())) {
     // An offset that only the device knows cannot be refused before: it breaks the group.
     if (!fits && blockIdx.x == 0 && threadIdx.x == 0) wait.fail(DeviceReason::kBadOffset, p.key);
-    if (!kPut) fill_poison(p.tensor, bytes, p.dtype);
+    if (!kPut) fill_poison(p.tensor, bytes, p.poison);
     return;
   }
   char* part = p.part + offset * p.item_bytes;
@@ -82,6 +82,8 @@ void copy(const Launch& launch, const CopyParams& params) {
   check(cudaGetLastError(), "a kernel launch");
 }
 
+char* address(int64_t part) { return reinterpret_cast<char*>(static_cast<uintptr_t>(part)); }
+
 }  // namespace
 
 void preload_buffers() {
@@ -94,9 +96,9 @@ void Group::add_buffer(const std::string& name, DeviceBuffer buffer) {
   m_buffers.insert_or_assign(name, std::move(buffer));
 }
 
-char* Group::part(const cpu::Buffer& buffer, uint32_t rank) const {
+const DeviceBuffer& Group::device_buffer(const cpu::Buffer& buffer) const {
   const std::shared_lock lock(m_buffers_mutex);
-  return reinterpret_cast<char*>(static_cast<uintptr_t>(m_buffers.at(buffer.name).parts[rank]));
+  return m_buffers.at(buffer.name);
 }
 
 void Group::put(const Launch& launch, const cpu::Buffer& buffer, int64_t rank, Offset offset, const void* source,
@@ -106,8 +108,9 @@ void Group::put(const Launch& launch, const cpu::Buffer& buffer, int64_t rank, O
   cpu::CallRecord call = cpu::record(Op::kPut, payload, target);
   m_host.begin(call);
   if (payload.numel == 0) return;
-  copy<true>(launch, {part(buffer, target), const_cast<char*>(static_cast<const char*>(source)), payload.numel,
-                      buffer.numel, static_cast<uint32_t>(buffer.item_bytes), buffer.dtype, offset,
+  const DeviceBuffer& device = device_buffer(buffer);
+  copy<true>(launch, {address(device.parts[target]), const_cast<char*>(static_cast<const char*>(source)), payload.numel,
+                      buffer.numel, static_cast<uint32_t>(buffer.item_bytes), device.poison, offset,
                       context(m_host.config().channels), launch.token, fingerprint({.op = Op::kPut})});
 }
 
@@ -118,8 +121,9 @@ void Group::get(const Launch& launch, const cpu::Buffer& buffer, int64_t rank, O
   cpu::CallRecord call = cpu::record(Op::kGet, payload, source);
   m_host.begin(call);
   if (payload.numel == 0) return;
-  copy<false>(launch, {part(buffer, source), static_cast<char*>(target), payload.numel, buffer.numel,
-                       static_cast<uint32_t>(buffer.item_bytes), buffer.dtype, offset,
+  const DeviceBuffer& device = device_buffer(buffer);
+  copy<false>(launch, {address(device.parts[source]), static_cast<char*>(target), payload.numel, buffer.numel,
+                       static_cast<uint32_t>(buffer.item_bytes), device.poison, offset,
                        context(m_host.config().channels), launch.token, fingerprint({.op = Op::kGet})});
 }
 

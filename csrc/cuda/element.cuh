@@ -29,28 +29,6 @@ struct Element<__nv_bfloat16> {
   __device__ static __nv_bfloat16 store(float x) { return __float2bfloat16_rn(x); }
 };
 
-struct Sum {
-  template <class A>
-  __device__ static A apply(A a, A b) {
-    return a + b;
-  }
-};
-
-// A NaN on either side wins.
-struct Max {
-  template <class A>
-  __device__ static A apply(A a, A b) {
-    return b > a || b != b ? b : a;
-  }
-};
-
-struct Min {
-  template <class A>
-  __device__ static A apply(A a, A b) {
-    return b < a || b != b ? b : a;
-  }
-};
-
 /// What one load or store moves.
 template <class T>
 struct alignas(16) Pack {

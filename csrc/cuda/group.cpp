@@ -44,12 +44,39 @@ Group::Group(cpu::Group& host, DeviceConfig config, std::shared_ptr<void> keep_a
   escape.rank = rank;
   escape.world_size = world_size;
   check(cudaMalloc(reinterpret_cast<void**>(&m_escape), sizeof escape), "cudaMalloc");
-  check(cudaMemcpy(m_escape, &escape, sizeof escape, cudaMemcpyHostToDevice), "cudaMemcpy");
+  to_device(m_escape, &escape, sizeof escape);
   for (Order& order : m_orders) {
     check(cudaEventCreateWithFlags(&order.eager.event, cudaEventDisableTiming), "cudaEventCreate");
     check(cudaEventCreateWithFlags(&order.captured.event, cudaEventDisableTiming), "cudaEventCreate");
   }
   preload();
+}
+
+/// The copy is complete when it returns, for kernels on any stream: cudaMemcpy alone may have it on its way.
+void Group::to_device(void* target, const void* source, size_t bytes) const {
+  check(cudaMemcpyAsync(target, source, bytes, cudaMemcpyHostToDevice, cudaStreamPerThread), "cudaMemcpyAsync");
+  check(cudaStreamSynchronize(cudaStreamPerThread), "cudaStreamSynchronize");
+}
+
+void Group::preset(uint32_t epoch) {
+  const DeviceGuard guard(m_config.device);
+  const uint32_t me = m_host.rank();
+  std::vector<Semaphore> semaphores(PullController::kStages * kMaxBlocks);
+  Mailbox mailbox{};
+  for (uint32_t r = 0; r < m_host.world_size(); ++r) {
+    const auto tell = [&](Semaphore& semaphore) {
+      semaphore.arrive<true>(r, Arrival{epoch, 0}.pack());
+      semaphore.set_epoch(r, epoch);
+    };
+    for (Semaphore& semaphore : semaphores) tell(semaphore);
+    tell(mailbox.inbox);
+    mailbox.sent[r] = mailbox.seen[r] = epoch;
+  }
+  for (uint32_t c = 0; c <= m_host.config().channels; ++c) {
+    to_device(in_pad<char>(me, m_layout.semaphores(c)), semaphores.data(), semaphores.size() * sizeof(Semaphore));
+    to_device(in_pad<char>(me, m_layout.mailbox(c)), &mailbox, sizeof mailbox);
+    to_device(in_pad<char>(me, m_layout.push_calls(c)), &epoch, sizeof epoch);
+  }
 }
 
 Group::~Group() {

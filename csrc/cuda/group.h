@@ -28,6 +28,7 @@ struct DeviceConfig {
 /// Every rank's part of a symmetric buffer.
 struct DeviceBuffer {
   std::vector<int64_t> parts;
+  uint64_t poison;  // what a get from a broken group returns: 8 bytes, repeated
   std::shared_ptr<void> keep_alive;
 };
 
@@ -70,11 +71,24 @@ class Group {
 
   // --- collectives.cu
   void all_reduce(const Launch& launch, const void* input, void* output, const cpu::Payload& payload,
-                  ReduceOp reduce_op, Algo algo);
+                  ReduceOp reduce_op, Algo algo);  // Algo::kNone: auto
+
+  /// What `auto` chooses and how wide a launch is, by payload; rows in ascending order of max_bytes.
+  struct TuningRow {
+    uint64_t max_bytes;
+    Algo algo;
+    uint32_t blocks;  // at most
+    uint32_t threads;
+  };
+  void set_tuning(std::vector<TuningRow> rows);
 
   /// Writes a pattern into, or checks it in, every peer's pad through this process's mappings; returns the ranks whose
   /// mapping does not work. Phase 0 writes, phase 1 checks what the peers wrote here, phase 2 what is read from them.
   std::vector<int64_t> probe(int phase);
+
+  /// Sets every counter of this rank, and what its peers have told it, to `epoch`, as if so many calls had been made.
+  /// For tests of wrap-around, on all ranks and before the first call.
+  void preset(uint32_t epoch);
 
  private:
   friend class Turn;
@@ -100,7 +114,9 @@ class Group {
   SignalController signals(uint32_t channel) const;
   WaitContext context(uint32_t channel) const;
   void preload() const;
-  char* part(const cpu::Buffer& buffer, uint32_t rank) const;
+  void to_device(void* target, const void* source, size_t bytes) const;
+  const DeviceBuffer& device_buffer(const cpu::Buffer& buffer) const;
+  TuningRow choose(Algo algo, uint64_t bytes) const;
   template <bool kFence, bool kStart>
   void sync(const Launch& launch, Op op, int64_t channel);
 
@@ -113,6 +129,8 @@ class Group {
   WaitEscape* m_escape = nullptr;  // device memory
   void* m_registered = nullptr;    // the hosts' shared memory, mapped into the device
   std::vector<Order> m_orders;
+  mutable std::shared_mutex m_tuning_mutex;
+  std::vector<TuningRow> m_tuning;
   mutable std::shared_mutex m_buffers_mutex;
   std::unordered_map<std::string, DeviceBuffer> m_buffers;
 };

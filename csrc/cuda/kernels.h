@@ -18,15 +18,8 @@ void load_kernel(Kernel kernel) {
 void preload_buffers();
 void preload_collectives();
 
-#if defined(__CUDACC__)
-
-/// Makes the schema's `Tensor(a!) token` true; nothing depends on the value.
-__device__ __forceinline__ void touch(int32_t* token) {
-  if (threadIdx.x == 0 && blockIdx.x == 0) atomicAdd(token, 1);
-}
-
 /// What a broken group's outputs are filled with: NaN, or the integer type's maximum. Repeated over 8 bytes.
-__host__ __device__ constexpr uint64_t poison_of(DType dtype) {
+GPUSYNC_HD constexpr uint64_t poison_of(DType dtype) {
   switch (dtype) {
     case DType::kFloat32: return 0x7fc000007fc00000u;
     case DType::kFloat64: return 0x7ff8000000000000u;
@@ -40,9 +33,15 @@ __host__ __device__ constexpr uint64_t poison_of(DType dtype) {
   return ~uint64_t{0};
 }
 
-/// Fills `bytes` (a multiple of the item size) at `target` (aligned to it) with poison; a grid-stride loop.
-__device__ __forceinline__ void fill_poison(char* target, uint64_t bytes, DType dtype) {
-  const uint64_t pattern = poison_of(dtype);
+#if defined(__CUDACC__)
+
+/// Makes the schema's `Tensor(a!) token` true; nothing depends on the value.
+__device__ __forceinline__ void touch(int32_t* token) {
+  if (threadIdx.x == 0 && blockIdx.x == 0) atomicAdd(token, 1);
+}
+
+/// Fills `bytes` at `target` with `pattern`, which is repeated; a grid-stride loop.
+__device__ __forceinline__ void fill_poison(char* target, uint64_t bytes, uint64_t pattern) {
   for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < bytes; i += uint64_t{gridDim.x} * blockDim.x) {
     target[i] = static_cast<char>(pattern >> (i % 8 * 8));
   }

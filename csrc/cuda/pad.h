@@ -24,8 +24,10 @@ class PadLayout {
   size_t mailbox(uint32_t channel) const { return semaphores(channel) + kSemaphores; }
   size_t push_calls(uint32_t channel) const { return mailbox(channel) + sizeof(Mailbox); }
   size_t staging(uint32_t half) const { return kHead + m_channels * kChannel + half * m_half; }
+  /// Where peers push to. Apart from the staging: what looks like a flag here must never have been data.
+  size_t push_area() const { return staging(kHalves); }
   size_t half_bytes() const { return m_half; }
-  size_t total_bytes() const { return staging(kHalves); }
+  size_t total_bytes() const { return push_area() + kHalves * m_half; }
 
  private:
   static constexpr size_t kHead = 2 * kLineBytes + round_up(kMaxRanks * sizeof(uint64_t), kLineBytes);

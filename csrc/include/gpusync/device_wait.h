@@ -114,9 +114,11 @@ __device__ __forceinline__ bool settle(const WaitContext& context) {
   }
 }
 
-/// Is a wait that began at `start` still worth it? False: the group is broken, by this wait or by another.
+/// Is a wait that began at `start` still worth it? False: the group is broken, by this wait or by another. `missing()`
+/// tells, as a mask, which ranks have not come.
+template <class Missing>
 __device__ __forceinline__ bool go_on(const WaitContext& context, const Semaphore& mine, uint64_t expected,
-                                          bool mismatch, uint64_t start) {
+                                      bool mismatch, uint64_t start, Missing&& missing) {
   const DeviceStatus s = status(context.status);
   if (s != DeviceStatus::kWhole) return s == DeviceStatus::kDeciding && settle(context);
   const WaitEscape& group = *context.escape;
@@ -129,16 +131,13 @@ __device__ __forceinline__ bool go_on(const WaitContext& context, const Semaphor
     while (now() - time < kGraceNs) {
     }
   }
-  uint64_t missing = 0;
-  for (uint32_t r = 0; r < group.world_size; ++r) {
-    if (!reached(mine.peek(r), expected)) missing |= uint64_t{1} << r;
-  }
-  if (!mismatch && missing == 0) {
+  const uint64_t absent = missing();
+  if (!mismatch && absent == 0) {
     announce(group, DeviceStatus::kWhole);
     store(group.claim, 0);
     return true;  // and find the arrival at the next poll
   }
-  write_failure(context, mismatch ? DeviceReason::kMismatch : DeviceReason::kTimeout, missing, waited, expected, &mine);
+  write_failure(context, mismatch ? DeviceReason::kMismatch : DeviceReason::kTimeout, absent, waited, expected, &mine);
   announce(group, DeviceStatus::kBroken);
   return false;
 }
@@ -176,7 +175,14 @@ class DeviceWait {
     for (;;) {
       const Seen seen = poll(mine, peer, expected);
       if (seen == Seen::kArrived) break;
-      if (!escape::go_on(m_context, mine, expected, seen == Seen::kMismatch, start)) return false;
+      const auto missing = [&] {
+        uint64_t mask = 0;
+        for (uint32_t r = 0; r < m_context.escape->world_size; ++r) {
+          if (!reached(mine.peek(r), expected)) mask |= uint64_t{1} << r;
+        }
+        return mask;
+      };
+      if (!escape::go_on(m_context, mine, expected, seen == Seen::kMismatch, start, missing)) return false;
     }
     mine.acquire_from(peer);
     return true;

@@ -60,6 +60,18 @@ class PullController {
     return block::barrier_and(complete);
   }
 
+  /// Tells all ranks what I am calling, in the start stage, relaxed and without waiting for anybody. For calls that
+  /// synchronise by their data: a wait for the data that takes too long finds here who has not come, or calls
+  /// something else.
+  template <class Wait>
+  GPUSYNC_HD void announce(uint32_t fingerprint, Wait&& wait, uint32_t index = block::index()) const {
+    Semaphore& mine = semaphore<true>(m_rank, index);
+    arrive<false, true>(mine, Arrival{mine.epoch(block::lane() % kMaxRanks) + 1, fingerprint}.pack(), index, wait);
+  }
+
+  /// My own semaphore of the start stage.
+  GPUSYNC_HD const Semaphore& own(uint32_t index = block::index()) const { return semaphore<true>(m_rank, index); }
+
   GPUSYNC_HD uint32_t rank() const { return m_rank; }
   GPUSYNC_HD uint32_t world_size() const { return m_world_size; }
 

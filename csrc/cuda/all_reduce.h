@@ -1,0 +1,37 @@
+// The all-reduce kernels, one file for each algorithm, and what they are given.
+#pragma once
+
+#include <cstdint>
+
+#include "gpusync/device_wait.h"
+#include "gpusync/fingerprint.h"
+#include "gpusync/pull_controller.h"
+
+namespace gpusync::cuda {
+
+struct AllReduceParams {
+  PullController pull;
+  WaitContext wait;
+  char* area[kMaxRanks];  // of every rank, the algorithm's own: two halves, one after the other
+  uint64_t half_bytes;
+  uint64_t slot_bytes;  // push: what one source has in a half
+  uint64_t groups;      // two-shot: packs in one rank's share (a 64-bit division in the kernel would cost a stack frame)
+  uint32_t* calls;      // my finished collectives and, beside it, the finished blocks of the one under way
+  const void* input;
+  void* output;
+  uint64_t numel;
+  int32_t* token;
+  uint32_t key;
+  DType dtype;
+  ReduceOp reduce_op;
+  double scale;  // avg: what the sum is multiplied by
+};
+
+using AllReduceKernel = void (*)(AllReduceParams);
+
+/// The kernel for a dtype, op and number of ranks; all three give the same bits.
+AllReduceKernel pull_one_shot(DType dtype, ReduceOp op, uint32_t world_size);
+AllReduceKernel pull_two_shot(DType dtype, ReduceOp op, uint32_t world_size);
+AllReduceKernel push_one_shot(DType dtype, ReduceOp op, uint32_t world_size);
+
+}  // namespace gpusync::cuda
