@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -57,7 +58,7 @@ class SharedBetweenProcesses:
         assert memory is not None
         handle, problem = None, ""
         try:
-            handle = symmetric_memory.rendezvous(memory, self._group_name)
+            handle = symmetric_memory.rendezvous(memory, self._group_name)  # type: ignore[arg-type]
         except RuntimeError as error:
             problem = f"the ranks' GPUs cannot map one another's memory: {error}"
         meeting.confirm(problem, what, group, deadline)
@@ -66,7 +67,10 @@ class SharedBetweenProcesses:
 
 
 class SharedInProcess:
-    """All ranks in this process, on one GPU: an address is an address."""
+    """All ranks in this process, on one GPU: an address is an address. One object for all of them."""
+
+    def __init__(self) -> None:
+        self._parts: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 
     def allocate(
         self, meeting: Rendezvous, nbytes: int, device: torch.device, what: str, group: str, deadline: Deadline
@@ -79,12 +83,22 @@ class SharedInProcess:
             problem = str(error)
         _zeroed_everywhere(meeting, memory, problem, what, group, deadline)
         assert memory is not None
-        return memory, meeting.exchange(memory.data_ptr(), what, group, deadline), None
+        self._parts[memory.data_ptr()] = memory
+        addresses = meeting.exchange(memory.data_ptr(), what, group, deadline)
+        # A peer may write to my part for as long as it has the group, even when I have closed it.
+        return memory, addresses, [self._parts[address] for address in addresses]
 
 
 def has_kernels() -> bool:
     """Was the library built with its CUDA back end?"""
     return torch._C._dispatch_has_kernel_for_dispatch_key("gpusync::barrier", "CUDA")
+
+
+def complain_of_capture(what: str) -> str:
+    """What is wrong with making ``what`` now: memory cannot be mapped while the current stream is captured."""
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return ""
+    return f"{what} cannot be made while a CUDA graph is captured: make it before the capture; its ops can be captured"
 
 
 def attach(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_gpusync import _token
+from torch_gpusync import _token, cuda_memory
 from torch_gpusync.buffer import SymmetricBuffer
 from torch_gpusync.cuda_memory import SharedInProcess
 from torch_gpusync.errors import SyncError
@@ -16,6 +16,18 @@ from torch_gpusync.group import DEFAULT_BUFFER_BYTES, DEFAULT_TIMEOUT, MAX_RANKS
 from torch_gpusync.rendezvous import Rendezvous
 
 _default_names = 0
+
+# CUDA has 32 hardware queues: with more streams a rank may wait for a rank behind it in the same queue.
+_MAX_STREAMS = 32
+
+
+def _streams(n: int, device: torch.device) -> list[torch.cuda.Stream]:
+    """``n`` streams of which no two are the same: torch deals them out from a pool, over and over."""
+    streams: dict[int, torch.cuda.Stream] = {}
+    while len(streams) < n:
+        stream = torch.cuda.Stream(device)
+        streams[stream.cuda_stream] = stream
+    return list(streams.values())
 
 
 def virtual_ranks(
@@ -39,7 +51,7 @@ def virtual_ranks(
     Buffers are made by all ranks at the same time, each from its thread, or with :func:`virtual_buffers`.
 
     Args:
-        n: number of ranks, 1 to 64.
+        n: number of ranks, 1 to 64; on a GPU 1 to 32.
         device: ``cpu`` or ``cuda``.
         name: default ``virtual``, then ``virtual1``, ... by order of creation.
         channels, buffer_bytes, timeout: as for :class:`SyncGroup`.
@@ -51,13 +63,18 @@ def virtual_ranks(
         raise SyncError(f"gpusync: virtual_ranks makes 1 to {MAX_RANKS} ranks, not {n!r}")
     if name is not None and (not isinstance(name, str) or not name):
         raise SyncError(f"gpusync: name must be a string that is not empty, not {name!r}")
+    device = torch.device(device)
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    if on_gpu:
+        if n > _MAX_STREAMS:
+            raise SyncError(f"gpusync: virtual_ranks makes 1 to {_MAX_STREAMS} ranks on a GPU, not {n}")
+        if problem := cuda_memory.complain_of_capture("a group"):
+            raise SyncError(f"gpusync: {problem}")
+        device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
     global _default_names
     if name is None:
         name = "virtual" if _default_names == 0 else f"virtual{_default_names}"
         _default_names += 1
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
     store = dist.HashStore()
     seconds = _seconds(timeout)
 
@@ -67,7 +84,7 @@ def virtual_ranks(
         sync._set_up(
             meeting,
             lambda: meeting,
-            SharedInProcess(),
+            peer_memory,
             device=device,
             shared_name=name,
             channels=channels,
@@ -76,9 +93,11 @@ def virtual_ranks(
             own_name=f"{name}/{rank}",
             token=tokens[rank],
         )
-        sync.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        sync.stream = streams[rank]
         return sync
 
+    peer_memory = SharedInProcess()
+    streams: list[Any] = _streams(n, device) if on_gpu else [None] * n
     tokens: list[Any] = [_token.new_token(device) for _ in range(n)]
     with ThreadPoolExecutor(n) as threads:
         return list(threads.map(make, range(n)))
@@ -88,5 +107,7 @@ def virtual_buffers(
     ranks: Sequence[SyncGroup], name: str, shape: Sequence[int], dtype: torch.dtype
 ) -> list[SymmetricBuffer]:
     """:meth:`SyncGroup.buffer` for all ranks of :func:`virtual_ranks` at once, from one thread."""
+    if ranks[0].device.type == "cuda" and (problem := cuda_memory.complain_of_capture("a buffer")):
+        raise SyncError(f"gpusync: buffer '{name}': {problem}")
     with ThreadPoolExecutor(len(ranks)) as threads:
         return list(threads.map(lambda sync: sync.buffer(name, shape, dtype), ranks))
