@@ -42,11 +42,16 @@ void Group::all_reduce(const void* input, void* output, const Payload& payload, 
     skip(agreed, payload);
     return;
   }
+  const size_t room = algo == Algo::kPushOneShot ? push_slot_bytes() : m_layout.half_bytes();
+  const uint64_t chunk = room / item;
+  if (chunk == 0) {
+    throw std::runtime_error("gpusync: push_one_shot has no room for an element of every rank in the staging memory of group '" +
+                             m_config.name + "': make the group with buffer_bytes=" +
+                             std::to_string(kHalves * kLineBytes * m_config.world_size) + " or more");
+  }
   CallRecord call = record(agreed, payload);
   begin(call);
   Wait wait(*this, call, all_ranks());
-  const size_t room = algo == Algo::kPushOneShot ? push_slot_bytes() : m_layout.half_bytes();
-  const uint64_t chunk = room / item;
   for (uint64_t first = 0; first < payload.numel; first += chunk) {
     const Part part{static_cast<const char*>(input) + first * item, static_cast<char*>(output) + first * item,
                     std::min(chunk, payload.numel - first), payload.dtype, reduce_op, fingerprint(agreed)};
