@@ -106,6 +106,7 @@ def train_rank(rank: int, config: Config, port: int, folder: str) -> None:
     counts = [int(sync.token[0])]
 
     def on_step(step: int, loss: float) -> None:
+        sync.check()  # a failed wait on a GPU raises nothing by itself: it fills the results with NaN
         # Every op that is executed adds one to the token.
         counts.append(int(sync.token[0]))
         if step == 1:
