@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from . import cuda, mps
 from . import plan as plans
 from .cpu import run_rank
+from .decode import HIDDEN
 from .launcher import RankFailure, launch
 from .mpich import Mpi, MpiError
 from .plan import Case, Plan
-from .results import Measurement, combine, table, write_json
+from .results import Measurement, combine, table, with_best_of, write_json
 from .timing import Sampling, Series
 
 _QUICK = Sampling(rounds=3, sample_s=0.03)
 _SIZES = "4K,64K,1M,16M"
+_GPU_SIZES = "8K,64K,512K,4M"
+_DECODE_BATCHES = (1, 8, 32)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,9 +44,12 @@ def main(argv: list[str] | None = None) -> int:
     failed = False
     try:
         with tempfile.TemporaryDirectory(prefix="gpusync-bench-") as folder:
-            mpi = _find_mpi(Path(folder), progress)
-            for n in ranks:
-                measurements += _measure(n, plan, mpi, progress)
+            if options.device == "cuda":
+                measurements += _measure_on_gpus(ranks, plan, progress)
+            else:
+                mpi = _find_mpi(Path(folder), progress)
+                for n in ranks:
+                    measurements += _measure(n, plan, mpi, progress)
     except RankFailure as failure:
         progress.line(f"{failure}\n{failure.details}".rstrip())
         failed = True
@@ -65,9 +74,13 @@ def _parser() -> argparse.ArgumentParser:
         "Progress goes to stderr, one table to stdout.",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--ranks", default="1,2,4,8", help="numbers of processes (default: %(default)s)")
-    parser.add_argument("--ops", default=",".join(plans.OPS), help="default: %(default)s")
-    parser.add_argument("--sizes", default=_SIZES, help="bytes of each rank's payload (default: %(default)s)")
+    parser.add_argument("--ranks", help="numbers of processes (default: 1,2,4,8; on GPUs 2,4,8)")
+    parser.add_argument(
+        "--ops", default="barrier,all_reduce", help=f"of {', '.join(plans.OPS)} (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--sizes", help=f"bytes of each rank's payload (default: {_SIZES}; on GPUs {_GPU_SIZES})"
+    )
     parser.add_argument(
         "--modes",
         default="eager",
@@ -88,10 +101,13 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, list[int]]:
         for value in given:
             if value not in known:
                 raise ValueError(f"unknown {what} '{value}': choose from {', '.join(known)}")
-    ranks = [int(text) for text in options.ranks.split(",")]
+    on_gpus = options.device == "cuda"
+    ranks = [int(text) for text in (options.ranks or ("2,4,8" if on_gpus else "1,2,4,8")).split(",")]
     if not all(1 <= n <= 64 for n in ranks):
         raise ValueError("ranks are 1 to 64")
-    sizes = [plans.parse_bytes(text) for text in options.sizes.split(",")]
+    sizes = [
+        plans.parse_bytes(text) for text in (options.sizes or (_GPU_SIZES if on_gpus else _SIZES)).split(",")
+    ]
     if not all(size > 0 and size % 4 == 0 for size in sizes):
         raise ValueError("sizes are positive multiples of 4 bytes (fp32)")
     default = _QUICK if options.quick else Sampling()
@@ -100,7 +116,12 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, list[int]]:
         raise ValueError("rounds and the seconds of a sample must be positive")
     cases: list[Case] = []
     for op in ops:
-        cases += [Case(op)] if op == "barrier" else [Case(op, size) for size in sizes]
+        if op == "decode":
+            if not on_gpus:
+                raise ValueError("decode is measured on GPUs only: add --device cuda")
+            cases += [Case(op, 2 * HIDDEN * batch) for batch in _DECODE_BATCHES]
+        else:
+            cases += [Case(op)] if op == "barrier" else [Case(op, size) for size in sizes]
     return Plan(tuple(cases), sampling, modes), ranks
 
 
@@ -113,7 +134,7 @@ def _obstacle(device: str) -> str:
         return f"no GPU: torch {torch.__version__}, {built}, sees none on this machine"
     if not torch._C._dispatch_has_kernel_for_dispatch_key("gpusync::barrier", "CUDA"):
         return "this build of torch_gpusync holds no CUDA kernels: build it where nvcc is on PATH"
-    return "this version measures on the CPU only"
+    return ""
 
 
 def _find_mpi(folder: Path, progress: _Progress) -> Mpi | None:
@@ -152,6 +173,31 @@ def _measure(n: int, plan: Plan, mpi: Mpi | None, progress: _Progress) -> list[M
         size = f" {plans.human(m.bytes)}" if m.bytes else ""
         progress.line(f"  {m.op}{size}, {m.impl}, {m.mode}: {m.median_us:.2f} µs")
     return measurements
+
+
+def _measure_on_gpus(ranks: list[int], plan: Plan, progress: _Progress) -> list[Measurement]:
+    """One process for each rank, on a GPU of its own where there are enough, else under MPS on the same."""
+    progress.line(f"{plans.gpus()}, CUDA {torch.version.cuda}")
+    measurements: list[Measurement] = []
+    shared = any(n > torch.cuda.device_count() for n in ranks)
+    with mps.running() if shared else contextlib.nullcontext("MPS: not needed") as situation:
+        progress.line(situation)
+        for n in ranks:
+            by_rank = launch(cuda.run_rank, n, plan, on_progress=partial(_show_ranks, progress, n))
+            for index, case in enumerate(plan.cases):
+                for subject in range(len(by_rank[0][index][1])):
+                    measurements.append(
+                        combine([cases[index][1][subject] for cases in by_rank], "cuda", case.nbytes, ranks=n)
+                    )
+            for m in measurements:
+                if m.ranks == n:
+                    size = f" {plans.human(m.bytes)}" if m.bytes else ""
+                    progress.line(f"  {n} ranks: {m.op}{size}, {m.impl}, {m.mode}: {m.median_us:.2f} µs")
+    return with_best_of(measurements, "symm_mem")
+
+
+def _show_ranks(progress: _Progress, n: int, text: str) -> None:
+    progress.show(f"{n} ranks, {text}")
 
 
 def _run_mpi(mpi: Mpi | None, n: int, plan: Plan, progress: _Progress) -> dict[Case, Series]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 from .timing import Sampling
 
-OPS = ("barrier", "all_reduce")
+OPS = ("barrier", "all_reduce", "decode")  # decode: on GPUs only
 MODES = ("eager", "compile")
 
 
@@ -69,3 +70,15 @@ def machine() -> str:
         f"{cores()} cores ({model}), load average {load}, Linux {platform.release()}, "
         f"Python {platform.python_version()}, torch {torch.__version__}"
     )
+
+
+def gpus() -> str:
+    """The GPUs and their driver, by nvidia-smi: torch would make a context, and MPS comes before that."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(
+            query, capture_output=True, text=True, timeout=60, check=True
+        ).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"GPUs unknown ({error})"
+    return "; ".join(f"{lines.count(line)} x {line}" for line in dict.fromkeys(lines))

@@ -67,6 +67,16 @@ def combine(by_rank: Sequence[Series], device: str, nbytes: int, ranks: int) -> 
     )
 
 
+def with_best_of(measurements: Sequence[Measurement], peer: str) -> list[Measurement]:
+    """Adds, under the name of ``peer``, the fastest of its variants (``peer variant``) for each case."""
+    cases: dict[tuple[str, int, int, str], list[Measurement]] = {}
+    for m in measurements:
+        if m.impl.startswith(peer + " "):
+            cases.setdefault((m.op, m.ranks, m.bytes, m.mode), []).append(m)
+    best = [min(variants, key=lambda m: m.median_us) for variants in cases.values()]
+    return [*measurements, *(dataclasses.replace(m, impl=peer) for m in best)]
+
+
 def write_json(measurements: Sequence[Measurement], path: Path) -> None:
     """A list of objects with the attributes of Measurement."""
     path.write_text(json.dumps([dataclasses.asdict(m) for m in measurements], indent=1) + "\n")
@@ -79,8 +89,8 @@ def read_json(path: Path) -> list[Measurement]:
 
 def table(measurements: Sequence[Measurement]) -> str:
     """All figures as text; gpusync's rows have the ratio to each peer (``1/85``: 85 times as fast)."""
-    ours = {_OURS, "SyncGroup"}
-    peers = list(dict.fromkeys(m.impl for m in measurements if m.impl not in ours))
+    ours = {m.impl for m in measurements if m.impl.split(" ")[0] in (_OURS, "SyncGroup")}
+    peers = list(dict.fromkeys(m.impl for m in measurements if m.impl not in ours and " " not in m.impl))
     has_floor = any(m.op == NOTHING for m in measurements)
     header = [
         "op",

@@ -1,0 +1,84 @@
+"""A decode step: tensor-parallel blocks, a batch of few tokens, compiled with ``mode="reduce-overhead"``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from torch_gpusync import SyncGroup
+
+from .plan import Case
+from .timing import Subject
+
+if TYPE_CHECKING:
+    from .cuda_peers import Peers
+
+HIDDEN = 4096
+_BLOCKS = 4  # in one step, so that the step's own launch counts little
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Block(torch.nn.Module):
+    """Attention without the attention, and an MLP: column- then row-parallel, an all-reduce each."""
+
+    def __init__(self, world_size: int, reduce: Reduce, device: torch.device) -> None:
+        super().__init__()
+
+        def weight(rows: int, columns: int) -> torch.nn.Parameter:
+            values = torch.randn(rows, columns, device=device, dtype=torch.bfloat16) / columns**0.5
+            return torch.nn.Parameter(values, requires_grad=False)
+
+        self.qkv = weight(3 * HIDDEN // world_size, HIDDEN)
+        self.out = weight(HIDDEN, HIDDEN // world_size)
+        self.up = weight(4 * HIDDEN // world_size, HIDDEN)
+        self.down = weight(HIDDEN, 4 * HIDDEN // world_size)
+        self.reduce = reduce
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = F.linear(F.rms_norm(x, (HIDDEN,)), self.qkv).chunk(3, dim=-1)
+        x = x + self.reduce(F.linear(torch.sigmoid(q) * k + v, self.out))
+        return x + self.reduce(F.linear(F.gelu(F.linear(F.rms_norm(x, (HIDDEN,)), self.up)), self.down))
+
+
+def subjects(case: Case, sync: SyncGroup, peers: Peers) -> list[Subject]:
+    """The step with symm_mem's all-reduce and with gpusync's; ``case.nbytes`` is the activation's."""
+    batch = case.nbytes // (2 * HIDDEN)
+    there = peers.buffer[: batch * HIDDEN].view(batch, HIDDEN)
+    group_name = peers.group_name
+
+    def symm_mem(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(there, x, "sum", group_name)
+        return result
+
+    return [
+        _subject("symm_mem", symm_mem, True, batch, sync),
+        _subject("gpusync", sync.all_reduce, False, batch, sync),
+    ]
+
+
+def _subject(impl: str, reduce: Reduce, is_peer: bool, batch: int, sync: SyncGroup) -> Subject:
+    torch.manual_seed(sync.rank)
+    blocks = torch.nn.Sequential(*(Block(sync.world_size, reduce, sync.device) for _ in range(_BLOCKS)))
+    compiled = torch.compile(blocks, mode="reduce-overhead", fullgraph=True)
+    torch.manual_seed(0)
+    x = torch.randn(batch, HIDDEN, device=sync.device, dtype=torch.bfloat16)
+
+    def step() -> torch.Tensor:
+        with torch.no_grad():
+            result: torch.Tensor = compiled(x)
+        return result
+
+    for _ in range(4):
+        step()
+    torch.cuda.synchronize()
+
+    def check() -> None:
+        with torch.no_grad():
+            torch.testing.assert_close(step(), blocks(x), rtol=0.05, atol=0.05)
+        torch.cuda.synchronize()
+
+    return Subject("decode", impl, step, "compile", is_peer, _BLOCKS, check=check)
