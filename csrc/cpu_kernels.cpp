@@ -2,74 +2,38 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <atomic>
 #include <optional>
 #include <tuple>
 
+#include "light_boxing.h"
 #include "registry.h"
 #include "tensor_args.h"
 
 namespace gpusync {
 namespace {
 
-/// Makes the schema's `Tensor(a!) token` true; nothing depends on the value.
-void touch(const Tensor& token) {
-  std::atomic_ref<int32_t>(*token_address(token)).fetch_add(1, std::memory_order_relaxed);
-}
-
-std::shared_ptr<cpu::Group> find_cpu_group(const std::string& group_name) {
-  auto group = find_group(group_name);
-  if (group->device_part() != nullptr) {
-    throw std::runtime_error("gpusync: group '" + group_name + "' is on a GPU, but the token or the tensor is on the CPU: "
-                             "pass sync.token and tensors on sync.device");
-  }
-  return group;
-}
-
 std::shared_ptr<cpu::Group> enter(const Tensor& token, const std::string& group_name) {
   auto group = find_cpu_group(group_name);
-  touch(token);
+  touch(token_address(token.get()));
   return group;
 }
 
 void check_on_cpu(const Tensor& x, const char* op) {
   if (!x.is_cpu()) {
-    throw std::runtime_error(std::string("gpusync: ") + op + " on a CPU group needs a CPU tensor: move it with .cpu()");
+    throw std::runtime_error(std::string("gpusync: ") + op +
+                             " on a CPU group needs a CPU tensor: move it with .cpu()");
   }
 }
 
-void barrier(Tensor token, std::string group_name, int64_t channel, bool fence) {
-  enter(token, group_name)->barrier(channel, fence);
-}
-
-void signal(Tensor token, std::string group_name, int64_t dst, int64_t channel) {
-  enter(token, group_name)->signal(dst, channel);
-}
-
-void wait_signal(Tensor token, std::string group_name, int64_t src, int64_t channel) {
-  enter(token, group_name)->wait_signal(src, channel);
-}
-
-void pull_start(Tensor token, std::string group_name, int64_t channel) {
-  enter(token, group_name)->pull_start(channel);
-}
-
-void pull_end(Tensor token, std::string group_name, int64_t channel, bool fence) {
-  enter(token, group_name)->pull_end(channel, fence);
-}
-
-Tensor push_epoch(Tensor token, std::string group_name, int64_t channel) {
+Tensor push_epoch(const Tensor& token, const std::string& group_name, int64_t channel) {
   const auto epoch = static_cast<int32_t>(enter(token, group_name)->push_epoch(channel));
   Tensor result = torch::stable::new_empty(token, {}, ScalarType::Int);
   *static_cast<int32_t*>(result.mutable_data_ptr()) = epoch;
   return result;
 }
 
-void push_exit(Tensor token, std::string group_name, int64_t channel) {
-  enter(token, group_name)->push_exit(channel);
-}
-
-void put(Tensor token, std::string group_name, std::string buffer_name, Tensor x, int64_t rank, int64_t offset) {
+void put(const Tensor& token, const std::string& group_name, const std::string& buffer_name, const Tensor& x,
+         int64_t rank, int64_t offset) {
   check_on_cpu(x, "put");
   const auto group = enter(token, group_name);
   const cpu::Buffer& buffer = group->buffer(buffer_name);
@@ -78,8 +42,8 @@ void put(Tensor token, std::string group_name, std::string buffer_name, Tensor x
   group->put(buffer, rank, offset, source.const_data_ptr(), payload_of(source));
 }
 
-Tensor get(Tensor token, std::string group_name, std::string buffer_name, int64_t rank,
-           std::optional<std::vector<int64_t>> size, int64_t offset, std::optional<ScalarType> dtype) {
+Tensor get(const Tensor& token, const std::string& group_name, const std::string& buffer_name, int64_t rank,
+           const std::optional<std::vector<int64_t>>& size, int64_t offset, std::optional<ScalarType> dtype) {
   const auto group = enter(token, group_name);
   const cpu::Buffer& buffer = group->buffer(buffer_name);
   const std::vector<int64_t>& shape = shape_of_get(buffer, size);
@@ -97,17 +61,19 @@ int64_t read_offset(const Tensor& offset) {
   return *static_cast<const int64_t*>(offset.const_data_ptr());
 }
 
-void put_tensor_offset(Tensor token, std::string group_name, std::string buffer_name, Tensor x, int64_t rank,
-                       Tensor offset) {
+void put_tensor_offset(const Tensor& token, const std::string& group_name, const std::string& buffer_name,
+                       const Tensor& x, int64_t rank, const Tensor& offset) {
   put(token, group_name, buffer_name, x, rank, read_offset(offset));
 }
 
-Tensor get_tensor_offset(Tensor token, std::string group_name, std::string buffer_name, int64_t rank,
-                         std::optional<std::vector<int64_t>> size, Tensor offset, std::optional<ScalarType> dtype) {
+Tensor get_tensor_offset(const Tensor& token, const std::string& group_name, const std::string& buffer_name,
+                         int64_t rank, const std::optional<std::vector<int64_t>>& size, const Tensor& offset,
+                         std::optional<ScalarType> dtype) {
   return get(token, group_name, buffer_name, rank, size, read_offset(offset), dtype);
 }
 
-Tensor all_reduce(Tensor token, std::string group_name, Tensor x, std::string reduce_op, std::string algo) {
+Tensor all_reduce(const Tensor& token, const std::string& group_name, const Tensor& x,
+                  const std::string& reduce_op, const std::string& algo) {
   check_on_cpu(x, "all_reduce");
   const ReduceOp op = to_reduce_op(reduce_op);
   const Algo chosen = to_algo(algo);
@@ -127,7 +93,8 @@ int64_t cpu_bytes(int64_t world_size, int64_t channels, int64_t staging_bytes) {
 }
 
 void cpu_open(Tensor memory, std::string group_name, int64_t rank, int64_t world_size, int64_t channels,
-              int64_t staging_bytes, double timeout, int64_t global_rank, std::string host, bool pids_visible) {
+              int64_t staging_bytes, double timeout, int64_t global_rank, std::string host,
+              bool pids_visible) {
   if (memory.numel() < cpu_bytes(world_size, channels, staging_bytes)) {
     throw std::runtime_error("gpusync: the shared memory of group '" + group_name + "' is too small");
   }
@@ -141,7 +108,8 @@ void cpu_open(Tensor memory, std::string group_name, int64_t rank, int64_t world
                           host,
                           pids_visible};
   void* address = memory.mutable_data_ptr();
-  add_group(group_name, std::make_shared<cpu::Group>(std::move(config), address, std::make_shared<Tensor>(memory)));
+  add_group(group_name,
+            std::make_shared<cpu::Group>(std::move(config), address, std::make_shared<Tensor>(memory)));
 }
 
 void cpu_buffer(Tensor memory, std::string group_name, std::string buffer_name, std::vector<int64_t> shape,
@@ -162,8 +130,8 @@ void close_group(std::string group_name) { remove_group(group_name); }
 
 void set_timeout(std::string group_name, double seconds) { find_group(group_name)->set_timeout(seconds); }
 
-/// ([], []) while the group is whole, else ([reason, rank, channel, waited_us, missing ranks...], [text, op, what each
-/// rank called last...]).
+/// ([], []) while the group is whole, else ([reason, rank, channel, waited_us, missing ranks...], [text, op,
+/// what each rank called last...]).
 std::tuple<std::vector<int64_t>, std::vector<std::string>> failure(std::string group_name) {
   const auto group = find_group(group_name);
   const cpu::FailureRecord* record = group->failure();
@@ -184,19 +152,23 @@ int64_t calls(std::string group_name) { return find_group(group_name)->calls(); 
 
 void nothing(Tensor) {}
 
-void preset(std::string group_name, int64_t epoch) { find_group(group_name)->preset(static_cast<uint32_t>(epoch)); }
+void preset(std::string group_name, int64_t epoch) {
+  find_group(group_name)->preset(static_cast<uint32_t>(epoch));
+}
 
 }  // namespace
 }  // namespace gpusync
 
 STABLE_TORCH_LIBRARY_IMPL(gpusync, CPU, m) {
-  m.impl("barrier", TORCH_BOX(&gpusync::barrier));
-  m.impl("signal", TORCH_BOX(&gpusync::signal));
-  m.impl("wait_signal", TORCH_BOX(&gpusync::wait_signal));
-  m.impl("pull_start", TORCH_BOX(&gpusync::pull_start));
-  m.impl("pull_end", TORCH_BOX(&gpusync::pull_end));
+  using gpusync::LightBox;
+  using gpusync::cpu::Group;
+  m.impl("barrier", &LightBox<&Group::barrier>::kernel);
+  m.impl("signal", &LightBox<&Group::signal>::kernel);
+  m.impl("wait_signal", &LightBox<&Group::wait_signal>::kernel);
+  m.impl("pull_start", &LightBox<&Group::pull_start>::kernel);
+  m.impl("pull_end", &LightBox<&Group::pull_end>::kernel);
   m.impl("push_epoch", TORCH_BOX(&gpusync::push_epoch));
-  m.impl("push_exit", TORCH_BOX(&gpusync::push_exit));
+  m.impl("push_exit", &LightBox<&Group::push_exit>::kernel);
   m.impl("put", TORCH_BOX(&gpusync::put));
   m.impl("put.tensor_offset", TORCH_BOX(&gpusync::put_tensor_offset));
   m.impl("get", TORCH_BOX(&gpusync::get));

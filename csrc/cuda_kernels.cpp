@@ -27,7 +27,7 @@ class Call {
                                " but the token is on cuda:" + std::to_string(token.get_device_index()) +
                                ": pass sync.token");
     }
-    m_launch.token = token_address(token);
+    m_launch.token = token_address(token.get());
     if (aoti_torch_get_current_cuda_stream == nullptr) {
       throw std::runtime_error("gpusync: this torch was built without CUDA");
     }

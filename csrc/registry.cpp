@@ -1,5 +1,6 @@
 #include "registry.h"
 
+#include <functional>
 #include <mutex>
 #include <shared_mutex>
 #include <stdexcept>
@@ -9,19 +10,35 @@
 namespace gpusync {
 namespace {
 
+/// Looks names up without making strings of them.
+struct NameHash {
+  using is_transparent = void;
+  size_t operator()(std::string_view name) const { return std::hash<std::string_view>()(name); }
+};
+
 std::shared_mutex g_mutex;
-std::unordered_map<std::string, std::shared_ptr<cpu::Group>> g_groups;
+std::unordered_map<std::string, std::shared_ptr<cpu::Group>, NameHash, std::equal_to<>> g_groups;
 
 }  // namespace
 
-std::shared_ptr<cpu::Group> find_group(const std::string& name) {
+std::shared_ptr<cpu::Group> find_group(std::string_view name) {
   const std::shared_lock lock(g_mutex);
   const auto found = g_groups.find(name);
   if (found == g_groups.end()) {
-    throw std::runtime_error("gpusync: this process has no group '" + name +
+    throw std::runtime_error("gpusync: this process has no group '" + std::string(name) +
                              "': it was never made here, or it was closed (keep its SyncGroup alive)");
   }
   return found->second;
+}
+
+std::shared_ptr<cpu::Group> find_cpu_group(std::string_view name) {
+  auto group = find_group(name);
+  if (group->device_part() != nullptr) {
+    throw std::runtime_error("gpusync: group '" + std::string(name) +
+                             "' is on a GPU, but the token or the tensor is on "
+                             "the CPU: pass sync.token and tensors on sync.device");
+  }
+  return group;
 }
 
 void add_group(const std::string& name, std::shared_ptr<cpu::Group> group) {

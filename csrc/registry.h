@@ -3,13 +3,17 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 
 #include "cpu/group.h"
 
 namespace gpusync {
 
 /// Throws when the process has no open group of this name.
-std::shared_ptr<cpu::Group> find_group(const std::string& name);
+std::shared_ptr<cpu::Group> find_group(std::string_view name);
+
+/// The same, and throws when the group is on a GPU.
+std::shared_ptr<cpu::Group> find_cpu_group(std::string_view name);
 
 /// Throws when the name is taken.
 void add_group(const std::string& name, std::shared_ptr<cpu::Group> group);

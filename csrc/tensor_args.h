@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <atomic>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -17,11 +18,22 @@ namespace gpusync {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-inline int32_t* token_address(const Tensor& token) {
-  if (token.numel() < 1 || token.scalar_type() != ScalarType::Int) {
+inline int32_t* token_address(AtenTensorHandle token) {
+  int64_t numel = 0;
+  int32_t type = 0;
+  void* address = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel(token, &numel));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(token, &type));
+  if (numel < 1 || type != aoti_torch_dtype_int32()) {
     throw std::runtime_error("gpusync: the first argument must be the group's ordering token (sync.token)");
   }
-  return static_cast<int32_t*>(token.mutable_data_ptr());
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_get_mutable_data_ptr(token, &address));
+  return static_cast<int32_t*>(address);
+}
+
+/// On the CPU: makes the schema's `Tensor(a!) token` true; nothing depends on the value.
+inline void touch(int32_t* token) {
+  std::atomic_ref<int32_t>(*token).fetch_add(1, std::memory_order_relaxed);
 }
 
 inline DType to_dtype(ScalarType type) {
@@ -64,7 +76,8 @@ inline cpu::Payload payload_of(const Tensor& x) {
 inline ScalarType dtype_of_get(const cpu::Buffer& buffer, std::optional<ScalarType> expected) {
   const auto type = static_cast<ScalarType>(buffer.scalar_type);
   if (expected && *expected != type) {
-    throw std::runtime_error("gpusync: get from buffer '" + buffer.name + "' expects another dtype than the buffer has: "
+    throw std::runtime_error("gpusync: get from buffer '" + buffer.name +
+                             "' expects another dtype than the buffer has: "
                              "was it made anew under the same name after this function was compiled?");
   }
   return type;
@@ -91,7 +104,8 @@ inline uint64_t numel_of(const std::vector<int64_t>& shape) {
 
 inline void check_dtype_of_put(const cpu::Buffer& buffer, const Tensor& x) {
   if (static_cast<int64_t>(x.scalar_type()) != buffer.scalar_type) {
-    throw std::runtime_error("gpusync: put into buffer '" + buffer.name + "' needs the buffer's dtype: convert with "
+    throw std::runtime_error("gpusync: put into buffer '" + buffer.name +
+                             "' needs the buffer's dtype: convert with "
                              "x.to(buffer.dtype)");
   }
 }
@@ -101,7 +115,8 @@ inline void check_reducible(const cpu::Payload& payload, ReduceOp op) {
     throw std::runtime_error("gpusync: all_reduce has no 'avg' for integers: use 'sum' and divide");
   }
   if (payload.dtype == DType::kOther) {
-    throw std::runtime_error("gpusync: all_reduce takes float32, float64, float16, bfloat16, int32 and int64: convert x");
+    throw std::runtime_error(
+        "gpusync: all_reduce takes float32, float64, float16, bfloat16, int32 and int64: convert x");
   }
 }
 
