@@ -94,6 +94,16 @@ def has_kernels() -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key("gpusync::barrier", "CUDA")
 
 
+def complain_of_device(device: torch.device) -> str:
+    """What is wrong with asking for this GPU."""
+    if not torch.cuda.is_available():
+        return f"device '{device}' was asked for, but torch sees no GPU here"
+    count = torch.cuda.device_count()
+    if device.index is not None and device.index >= count:
+        return f"device '{device}' was asked for, but torch sees {count} GPU{'s' if count > 1 else ''}, from cuda:0"
+    return ""
+
+
 def complain_of_capture(what: str) -> str:
     """What is wrong with making ``what`` now: memory cannot be mapped while the current stream is captured."""
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
@@ -127,7 +137,12 @@ def attach(
     max_blocks = max(1, min(_MAX_BLOCKS, min(count for _, count in places) // ranks_on_gpu))
     nbytes = ops._cuda_pad_bytes(channels, staging_bytes)
     pad, addresses, keep_alive = peers.allocate(meeting, nbytes, device, "SyncGroup", shared_name, deadline)
-    ops._cuda_open(pad, name, addresses, staging_bytes, max_blocks)
+    problem = ""
+    try:
+        ops._cuda_open(pad, name, addresses, staging_bytes, max_blocks)
+    except RuntimeError as error:
+        problem = str(error)
+    meeting.confirm(problem, "SyncGroup", shared_name, deadline)
     _probe(meeting, name, shared_name, deadline)
     return keep_alive
 
@@ -136,7 +151,11 @@ def _probe(meeting: Rendezvous, name: str, shared_name: str, deadline: Deadline)
     """Writes and reads a pattern through every mapping: peer access that is advertised need not work."""
     problems: list[str] = []
     for phase, verb in enumerate(("write to", "see what was written by", "read from")):
-        bad = ops._cuda_probe(name, phase)
+        try:
+            bad = ops._cuda_probe(name, phase)
+        except RuntimeError as error:  # told like the others, not raised: peers wait for this rank
+            problems.append(f"GPU of rank {meeting.rank}: {error}")
+            bad = []
         problems += [f"GPU of rank {meeting.rank} cannot {verb} the GPU of rank {r}" for r in bad]
         meeting.exchange(None, "SyncGroup", shared_name, deadline)
     told = meeting.exchange(problems, "SyncGroup", shared_name, deadline)

@@ -68,7 +68,8 @@ def virtual_ranks(
     if on_gpu:
         if n > _MAX_STREAMS:
             raise SyncError(f"gpusync: virtual_ranks makes 1 to {_MAX_STREAMS} ranks on a GPU, not {n}")
-        if problem := cuda_memory.complain_of_capture("a group"):
+        problem = cuda_memory.complain_of_device(device) or cuda_memory.complain_of_capture("a group")
+        if problem:
             raise SyncError(f"gpusync: {problem}")
         device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
     global _default_names
