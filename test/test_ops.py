@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from common import run_ranks, run_threads
-from rank_tools import check_health, close_all, expect
+from rank_tools import check_health, close_all, expect, slack
 
 import torch_gpusync
 from torch_gpusync import SyncError, SyncGroup, SyncTimeoutError
@@ -171,13 +171,13 @@ def _signals(rank: int) -> None:
     sync.timeout = 0.5
     start = time.monotonic()
     if rank == 1:
-        error = expect(SyncTimeoutError, r"waited 0\.[5-9] s for rank 2 ", sync.wait_signal, 2, 1)
-        assert 0.5 <= time.monotonic() - start < 1.5
+        error = expect(SyncTimeoutError, r"waited \d\.\d s for rank 2 ", sync.wait_signal, 2, 1)
+        assert 0.5 <= time.monotonic() - start < 1.5 * slack()
         assert (error.op, error.channel, error.missing_ranks) == ("wait_signal", 1, [2])
-        assert error.group == "world" and 0.5 <= error.waited_s < 1.5
+        assert error.group == "world" and 0.5 <= error.waited_s < 1.5 * slack()
     else:
         sync.timeout = 20.0
-        error = expect(SyncTimeoutError, "wait_signal.* waited 0", sync.barrier)
+        error = expect(SyncTimeoutError, "wait_signal.* waited ", sync.barrier)
         assert (error.op, error.channel, error.missing_ranks) == ("wait_signal", 1, [2])
 
 

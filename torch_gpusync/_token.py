@@ -1,11 +1,11 @@
 """The ordering token: the one tensor that every op mutates, so that no compiler pass reorders or drops any.
 
-There is one for each process and device, shared by all groups: with a token for each group the compiler is free to
-move one group's ops past another's (docs/ordering.md shows it happening). Kernels only add to it and never read an
-address or a meaning from it.
+There is one for each process and device, shared by all groups: with a token for each group the compiler is
+free to move one group's ops past another's (docs/ordering.md shows it happening). Kernels only add to it and
+never read an address or a meaning from it.
 """
 
-import functools
+import threading
 
 import torch
 
@@ -24,7 +24,13 @@ def new_token(device: torch.device) -> torch.Tensor:
     return token
 
 
-@functools.cache
+_lock = threading.Lock()
+_tokens: dict[torch.device, torch.Tensor] = {}
+
+
 def process_token(device: torch.device) -> torch.Tensor:
     """The process's token on ``device``, made with the first group there."""
-    return new_token(device)
+    with _lock:  # two threads that make their first groups at once must get the same
+        if device not in _tokens:
+            _tokens[device] = new_token(device)
+        return _tokens[device]

@@ -201,10 +201,12 @@ class SyncGroup:
         self.world_size: int = meeting.world_size
         self._find_meeting = find_meeting
         self._timeout = timeout
-        deadline = Deadline(timeout)
         if complaint := self._complaint(buffer_bytes):
-            meeting.refuse(complaint, "SyncGroup", shared_name, deadline)
+            meeting.refuse(complaint, "SyncGroup", shared_name, Deadline(timeout))
             raise SyncError(f"gpusync: SyncGroup '{shared_name}': {complaint}")
+        # Before the clock starts: the first token takes an import that may take seconds.
+        self.token = token if token is not None else _token.process_token(device)
+        deadline = Deadline(timeout)
         host = _host()
         arguments = {
             "device": device.type,
@@ -225,7 +227,6 @@ class SyncGroup:
             shared_name,
             deadline,
         )
-        self.token = token if token is not None else _token.process_token(device)
         ops._cpu_open(
             shared,
             self.name,
@@ -269,8 +270,8 @@ class SyncGroup:
         if self.device.type == "cuda":
             if capturing := cuda_memory.complain_of_capture("a group"):
                 return capturing
-            if not torch.cuda.is_available():
-                return f"device '{self.device}' was asked for, but torch sees no GPU here"
+            if problem := cuda_memory.complain_of_device(self.device):
+                return problem
             if not cuda_memory.has_kernels():
                 return (
                     f"device '{self.device}' was asked for, but the library was built without nvcc: build it again "

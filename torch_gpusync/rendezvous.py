@@ -143,22 +143,29 @@ class Rendezvous:
     def _open(
         self, arguments: dict[str, Any], what: str, group: str, deadline: Deadline, stop: threading.Event
     ) -> list[Any]:
-        self._skip(what, group)
-        return self._meet(arguments, what, group, deadline, stop)
+        while True:
+            self._skip(what, group)
+            told = self._meet(arguments, what, group, deadline, stop)
+            if told is not None:
+                return told
 
     def _meet(
         self, value: Any, what: str, group: str, deadline: Deadline, stop: threading.Event
-    ) -> list[Any]:
+    ) -> list[Any] | None:
+        """One round. None: the call is yet to begin, for a peer that was making another one has left it."""
         self._begin_round()
         keys = [self._key(r) for r in range(self.world_size)]
         self._store.set(keys[self.rank], json.dumps([self._step, value]))
+        leaving = {"kind": _LEFT, "rank": self.rank, "call": [what, group]}
         try:
             verdict = self._await(keys, deadline, stop)
-        except SyncError as error:  # of deadline.watch
-            self._conclude({"kind": _LEFT, "rank": self.rank, "why": str(error)})
+        except (SyncError, KeyboardInterrupt) as error:  # of deadline.watch, and of Ctrl-C
+            self._conclude(leaving | {"why": str(error) or "it was interrupted"})
             raise
         if verdict is not None:
             self._store.delete_key(keys[self.rank])
+            if self._step == 0 and verdict["kind"] == _LEFT and verdict["call"] != [what, group]:
+                return None
             raise self._given_up(verdict, what, group)
         told = [json.loads(self._store.get(key)) for key in keys]
         if self._store.add(self._key("read"), 1) == self.world_size:
@@ -183,7 +190,7 @@ class Rendezvous:
             if verdict is not None:
                 return verdict
             if stop.is_set():
-                return self._conclude({"kind": _LEFT, "rank": self.rank, "why": "it was interrupted"})
+                raise KeyboardInterrupt
             if deadline.watch is not None:
                 deadline.watch()
             if deadline.expired:
@@ -229,11 +236,7 @@ class Rendezvous:
         """
         stop = threading.Event()
         if isinstance(self._store, dist.HashStore):  # in this process: it always answers
-            try:
-                return body(stop)
-            except KeyboardInterrupt:
-                self._conclude({"kind": _LEFT, "rank": self.rank, "why": "it was interrupted"})
-                raise
+            return body(stop)
         silent = SyncError(
             f"gpusync: the process group's store has not answered in {deadline.seconds:.1f} s: is the "
             "process that hosts it (global rank 0, or torchrun) stopped, or its host unreachable?"
