@@ -1,5 +1,6 @@
-// The CUDA kernels of the ops: tensors to pointers, the current stream, and the checks that need torch. The work is in
-// cuda/. Compiled only where nvcc is; loads into a CPU-only torch all the same, hence the weak symbol.
+// The CUDA kernels of the ops: tensors to pointers, the current stream, and the checks that need torch. The
+// work is in cuda/. Compiled only where nvcc is; loads into a CPU-only torch all the same, hence the weak
+// symbol.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -12,7 +13,8 @@
 
 // From torch/csrc/inductor/aoti_torch/c/shim.h; only a CUDA torch has it. Can go once torch 2.13, whose
 // torch::stable::Stream has a native handle, is the oldest that is served.
-extern "C" __attribute__((weak)) int32_t aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+extern "C" __attribute__((weak)) int32_t aoti_torch_get_current_cuda_stream(int32_t device_index,
+                                                                            void** stream);
 
 namespace gpusync {
 namespace {
@@ -23,9 +25,9 @@ class Call {
   Call(const Tensor& token, const std::string& group_name)
       : m_host(find_group(group_name)), m_group(cuda::of(*m_host)), m_guard(m_group.device()) {
     if (token.get_device_index() != m_group.device()) {
-      throw std::runtime_error("gpusync: group '" + group_name + "' is on cuda:" + std::to_string(m_group.device()) +
-                               " but the token is on cuda:" + std::to_string(token.get_device_index()) +
-                               ": pass sync.token");
+      throw std::runtime_error(
+          "gpusync: group '" + group_name + "' is on cuda:" + std::to_string(m_group.device()) +
+          " but the token is on cuda:" + std::to_string(token.get_device_index()) + ": pass sync.token");
     }
     m_launch.token = token_address(token.get());
     if (aoti_torch_get_current_cuda_stream == nullptr) {
@@ -40,8 +42,8 @@ class Call {
 
   void check_device(const Tensor& x, const char* op) const {
     if (x.is_cuda() && x.get_device_index() == m_group.device()) return;
-    throw std::runtime_error(std::string("gpusync: ") + op + " on a group on cuda:" + std::to_string(m_group.device()) +
-                             " needs a tensor on that device");
+    throw std::runtime_error(std::string("gpusync: ") + op + " on a group on cuda:" +
+                             std::to_string(m_group.device()) + " needs a tensor on that device");
   }
 
   cpu::Group& host() const { return *m_host; }
@@ -100,7 +102,8 @@ cuda::Offset device_offset(const Call& call, const Tensor& offset) {
   return {0, static_cast<const int64_t*>(offset.const_data_ptr())};
 }
 
-void put_at(const Call& call, const std::string& buffer_name, const Tensor& x, int64_t rank, cuda::Offset offset) {
+void put_at(const Call& call, const std::string& buffer_name, const Tensor& x, int64_t rank,
+            cuda::Offset offset) {
   call.check_device(x, "put");
   const cpu::Buffer& buffer = call.host().buffer(buffer_name);
   check_dtype_of_put(buffer, x);
@@ -110,7 +113,8 @@ void put_at(const Call& call, const std::string& buffer_name, const Tensor& x, i
 }
 
 Tensor get_at(const Call& call, const Tensor& token, const std::string& buffer_name, int64_t rank,
-              const std::optional<std::vector<int64_t>>& size, cuda::Offset offset, std::optional<ScalarType> dtype) {
+              const std::optional<std::vector<int64_t>>& size, cuda::Offset offset,
+              std::optional<ScalarType> dtype) {
   const cpu::Buffer& buffer = call.host().buffer(buffer_name);
   const std::vector<int64_t>& shape = shape_of_get(buffer, size);
   cpu::check_fits(buffer, offset.value, numel_of(shape), "get");  // before memory is asked for
@@ -119,7 +123,8 @@ Tensor get_at(const Call& call, const Tensor& token, const std::string& buffer_n
   return result;
 }
 
-void put(Tensor token, std::string group_name, std::string buffer_name, Tensor x, int64_t rank, int64_t offset) {
+void put(Tensor token, std::string group_name, std::string buffer_name, Tensor x, int64_t rank,
+         int64_t offset) {
   put_at(Call(token, group_name), buffer_name, x, rank, {offset, nullptr});
 }
 
@@ -135,7 +140,8 @@ Tensor get(Tensor token, std::string group_name, std::string buffer_name, int64_
 }
 
 Tensor get_tensor_offset(Tensor token, std::string group_name, std::string buffer_name, int64_t rank,
-                         std::optional<std::vector<int64_t>> size, Tensor offset, std::optional<ScalarType> dtype) {
+                         std::optional<std::vector<int64_t>> size, Tensor offset,
+                         std::optional<ScalarType> dtype) {
   const Call call(token, group_name);
   return get_at(call, token, buffer_name, rank, size, device_offset(call, offset), dtype);
 }
@@ -149,7 +155,8 @@ Tensor all_reduce(Tensor token, std::string group_name, Tensor x, std::string re
   call.check_device(x, "all_reduce");
   const Tensor input = packed(x);
   Tensor output = torch::stable::new_empty(input, payload.sizes);
-  call.group().all_reduce(call.launch(), input.const_data_ptr(), output.mutable_data_ptr(), payload, op, chosen);
+  call.group().all_reduce(call.launch(), input.const_data_ptr(), output.mutable_data_ptr(), payload, op,
+                          chosen);
   return output;
 }
 
@@ -183,9 +190,10 @@ void cuda_buffer(Tensor memory, std::string group_name, std::string buffer_name,
   uint64_t numel = 1;
   for (const int64_t extent : shape) numel *= static_cast<uint64_t>(extent);
   const size_t item = torch::stable::new_empty(memory, {}, dtype).element_size();
-  host->add_buffer({buffer_name, std::move(shape), to_dtype(dtype), static_cast<int64_t>(dtype), item, numel, nullptr, 0,
-                    nullptr});
-  cuda::of(*host).add_buffer(buffer_name, {std::move(parts), poison_of(dtype), std::make_shared<Tensor>(memory)});
+  host->add_buffer({buffer_name, std::move(shape), to_dtype(dtype), static_cast<int64_t>(dtype), item, numel,
+                    nullptr, 0, nullptr});
+  cuda::of(*host).add_buffer(buffer_name,
+                             {std::move(parts), poison_of(dtype), std::make_shared<Tensor>(memory)});
 }
 
 /// Rows of four: max_bytes, algo (as in fingerprint.h), blocks, threads.

@@ -1,8 +1,9 @@
-// Every schema of the library, and nothing else. Kernels are registered beside their backend (cpu_kernels.cpp), fake
-// implementations and gradients in torch_gpusync/ops.py.
+// Every schema of the library, and nothing else. Kernels are registered beside their backend
+// (cpu_kernels.cpp), fake implementations and gradients in torch_gpusync/ops.py.
 //
-// Each op mutates the process's ordering token, `Tensor(a!) token`: the chain of these mutations is what keeps all ops
-// of all groups in program order under every compiler pass (docs/ordering.md). The group is found by its name.
+// Each op mutates the process's ordering token, `Tensor(a!) token`: the chain of these mutations is what
+// keeps all ops of all groups in program order under every compiler pass (docs/ordering.md). The group is
+// found by its name.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(gpusync, m) {
@@ -13,29 +14,35 @@ STABLE_TORCH_LIBRARY(gpusync, m) {
   m.def("pull_end(Tensor(a!) token, str group_name, int channel=0, bool fence=False) -> ()");
   m.def("push_epoch(Tensor(a!) token, str group_name, int channel=0) -> Tensor");
   m.def("push_exit(Tensor(a!) token, str group_name, int channel=0) -> ()");
-  m.def(
-      "put(Tensor(a!) token, str group_name, str buffer, Tensor x, int rank=-1, SymInt offset=0) -> ()");
+  m.def("put(Tensor(a!) token, str group_name, str buffer, Tensor x, int rank=-1, SymInt offset=0) -> ()");
   m.def(
       "get(Tensor(a!) token, str group_name, str buffer, int rank=-1, SymInt[]? size=None, SymInt offset=0, "
       "ScalarType? dtype=None) -> Tensor");
   // The same with the offset in a device tensor (one int64), which may change between the replays of a graph.
   m.def(
-      "put.tensor_offset(Tensor(a!) token, str group_name, str buffer, Tensor x, int rank, Tensor offset) -> ()");
+      "put.tensor_offset(Tensor(a!) token, str group_name, str buffer, Tensor x, int rank, Tensor offset) -> "
+      "()");
   m.def(
-      "get.tensor_offset(Tensor(a!) token, str group_name, str buffer, int rank, SymInt[]? size, Tensor offset, "
+      "get.tensor_offset(Tensor(a!) token, str group_name, str buffer, int rank, SymInt[]? size, Tensor "
+      "offset, "
       "ScalarType? dtype=None) -> Tensor");
   m.def(
-      "all_reduce(Tensor(a!) token, str group_name, Tensor x, str reduce_op=\"sum\", str algo=\"auto\") -> Tensor");
+      "all_reduce(Tensor(a!) token, str group_name, Tensor x, str reduce_op=\"sum\", str algo=\"auto\") -> "
+      "Tensor");
 
   // Set-up, called by the Python classes only.
   m.def("_cpu_bytes(int world_size, int channels, int staging_bytes) -> int");
   m.def(
       "_cpu_open(Tensor memory, str group_name, int rank, int world_size, int channels, int staging_bytes, "
       "float timeout, int global_rank, str host, bool pids_visible) -> ()");
-  m.def("_cpu_buffer(Tensor memory, str group_name, str buffer, int[] shape, ScalarType dtype, int stride) -> ()");
+  m.def(
+      "_cpu_buffer(Tensor memory, str group_name, str buffer, int[] shape, ScalarType dtype, int stride) -> "
+      "()");
   m.def("_cuda_pad_bytes(int channels, int staging_bytes) -> int");
   m.def("_cuda_open(Tensor pad, str group_name, int[] pads, int staging_bytes, int max_blocks) -> ()");
-  m.def("_cuda_buffer(Tensor memory, str group_name, str buffer, int[] shape, ScalarType dtype, int[] parts) -> ()");
+  m.def(
+      "_cuda_buffer(Tensor memory, str group_name, str buffer, int[] shape, ScalarType dtype, int[] parts) "
+      "-> ()");
   m.def("_cuda_probe(str group_name, int phase) -> int[]");
   m.def("_cuda_preset(str group_name, int epoch) -> ()");
   m.def("_close(str group_name) -> ()");

@@ -114,7 +114,8 @@ std::string describe(const CallRecord& record) {
     for (uint32_t i = 0; i < dims; ++i) text += (i ? ", " : "") + std::to_string(record.sizes[i]);
     text += record.ndim > kRecordedDims ? ", ...]" : "]";
   }
-  if (record.op == Op::kAllReduce) text += std::string(" ") + name(record.reduce_op) + " " + name(record.algo);
+  if (record.op == Op::kAllReduce)
+    text += std::string(" ") + name(record.reduce_op) + " " + name(record.algo);
   std::string rest;
   if (record.channel >= 0) rest += "channel=" + std::to_string(record.channel);
   if (record.peer >= 0) rest += (rest.empty() ? "rank=" : ", rank=") + std::to_string(record.peer);

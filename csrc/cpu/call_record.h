@@ -51,8 +51,8 @@ CallRecord record(Op op, const Payload& payload, uint32_t peer);
 /// The record of a collective.
 CallRecord record(const CallKey& key, const Payload& payload);
 
-/// The last calls of one rank. Written by that rank alone, read by anybody at any time: single words are atomic, a
-/// record as a whole may be torn, which a message can live with.
+/// The last calls of one rank. Written by that rank alone, read by anybody at any time: single words are
+/// atomic, a record as a whole may be torn, which a message can live with.
 class CallRing {
  public:
   static constexpr uint32_t kRecords = 16;
@@ -69,7 +69,8 @@ const char* name(DType dtype);
 const char* name(ReduceOp op);
 const char* name(Algo algo);
 
-/// For example `811 all_reduce bf16[32, 4096]` without the number: op, payload, then what else tells calls apart.
+/// For example `811 all_reduce bf16[32, 4096]` without the number: op, payload, then what else tells calls
+/// apart.
 std::string describe(const CallRecord& record);
 
 }  // namespace gpusync::cpu

@@ -23,8 +23,8 @@ void Group::skip(const CallKey& key, const Payload& payload) {
 
 namespace {
 
-// Where nothing is asked for by name. With two ranks a share is half of the data, and reading the other half twice costs
-// less than meeting twice; with more ranks two-shot reads a fraction of what one-shot does.
+// Where nothing is asked for by name. With two ranks a share is half of the data, and reading the other half
+// twice costs less than meeting twice; with more ranks two-shot reads a fraction of what one-shot does.
 Algo choose(Algo asked, uint32_t world_size, uint64_t bytes) {
   constexpr uint64_t kTwoShotFrom = 64 << 10;
   if (asked != Algo::kNone) return asked;
@@ -33,7 +33,8 @@ Algo choose(Algo asked, uint32_t world_size, uint64_t bytes) {
 
 }  // namespace
 
-void Group::all_reduce(const void* input, void* output, const Payload& payload, ReduceOp reduce_op, Algo asked) {
+void Group::all_reduce(const void* input, void* output, const Payload& payload, ReduceOp reduce_op,
+                       Algo asked) {
   const std::lock_guard turn(m_channel_mutex[m_config.channels]);
   const size_t item = item_bytes(payload.dtype);
   const Algo algo = choose(asked, m_config.world_size, payload.numel * item);
@@ -45,16 +46,21 @@ void Group::all_reduce(const void* input, void* output, const Payload& payload, 
   const size_t room = algo == Algo::kPushOneShot ? push_slot_bytes() : m_layout.half_bytes();
   const uint64_t chunk = room / item;
   if (chunk == 0) {
-    throw std::runtime_error("gpusync: push_one_shot has no room for an element of every rank in the staging memory of group '" +
-                             m_config.name + "': make the group with buffer_bytes=" +
-                             std::to_string(kHalves * kLineBytes * m_config.world_size) + " or more");
+    throw std::runtime_error(
+        "gpusync: push_one_shot has no room for an element of every rank in the staging memory of group '" +
+        m_config.name + "': make the group with buffer_bytes=" +
+        std::to_string(kHalves * kLineBytes * m_config.world_size) + " or more");
   }
   CallRecord call = record(agreed, payload);
   begin(call);
   Wait wait(*this, call, all_ranks());
   for (uint64_t first = 0; first < payload.numel; first += chunk) {
-    const Part part{static_cast<const char*>(input) + first * item, static_cast<char*>(output) + first * item,
-                    std::min(chunk, payload.numel - first), payload.dtype, reduce_op, fingerprint(agreed)};
+    const Part part{static_cast<const char*>(input) + first * item,
+                    static_cast<char*>(output) + first * item,
+                    std::min(chunk, payload.numel - first),
+                    payload.dtype,
+                    reduce_op,
+                    fingerprint(agreed)};
     const bool complete = algo == Algo::kPushOneShot   ? push_one_shot(part, wait)
                           : algo == Algo::kPullTwoShot ? pull_two_shot(part, wait)
                                                        : pull_one_shot(part, wait);
@@ -62,14 +68,19 @@ void Group::all_reduce(const void* input, void* output, const Payload& payload, 
   }
 }
 
-// Each algorithm below works off one part that fits the staging memory, in half k % 2 of it in call k. Two halves in turn
-// make a barrier at the end needless: I write half k % 2 again in call k + 2, after my wait of call k + 1, where each peer
-// arrived only after it had read call k. All of them meet once in the start stage, whose epoch counts the calls, so that
-// they may follow one another in any order. Parts may differ in size: each is staged and read whole by one thread.
+// Each algorithm below works off one part that fits the staging memory, in half k % 2 of it in call k. Two
+// halves in turn make a barrier at the end needless: I write half k % 2 again in call k + 2, after my wait of
+// call k + 1, where each peer arrived only after it had read call k. All of them meet once in the start
+// stage, whose epoch counts the calls, so that they may follow one another in any order. Parts may differ in
+// size: each is staged and read whole by one thread.
 
-uint32_t Group::half() const { return channel(m_config.rank, m_config.channels).stages[0].epoch(0) % kHalves; }
+uint32_t Group::half() const {
+  return channel(m_config.rank, m_config.channels).stages[0].epoch(0) % kHalves;
+}
 
-size_t Group::push_slot_bytes() const { return m_layout.half_bytes() / m_config.world_size / kLineBytes * kLineBytes; }
+size_t Group::push_slot_bytes() const {
+  return m_layout.half_bytes() / m_config.world_size / kLineBytes * kLineBytes;
+}
 
 /// Stage my input, meet, read everybody's.
 bool Group::pull_one_shot(const Part& part, Wait& wait) {
@@ -82,8 +93,8 @@ bool Group::pull_one_shot(const Part& part, Wait& wait) {
   return true;
 }
 
-/// Stage my input, meet, reduce my share of everybody's, meet again, read everybody's share. The result takes the place
-/// of my input in my staging: that share of it nobody else reads before the second meeting.
+/// Stage my input, meet, reduce my share of everybody's, meet again, read everybody's share. The result takes
+/// the place of my input in my staging: that share of it nobody else reads before the second meeting.
 bool Group::pull_two_shot(const Part& part, Wait& wait) {
   const uint32_t h = half();
   const uint32_t world_size = m_config.world_size;
@@ -115,7 +126,8 @@ bool Group::push_one_shot(const Part& part, Wait& wait) {
   }
   if (!m_pull[m_config.channels].sync<true, true>(part.key, wait) || !wait.agreed()) return false;
   const void* sources[kMaxRanks];
-  for (uint32_t r = 0; r < m_config.world_size; ++r) sources[r] = r == rank ? part.input : staging(rank, h) + r * slot;
+  for (uint32_t r = 0; r < m_config.world_size; ++r)
+    sources[r] = r == rank ? part.input : staging(rank, h) + r * slot;
   reduce(part.output, sources, m_config.world_size, part.numel, part.dtype, part.reduce_op);
   return true;
 }

@@ -1,10 +1,10 @@
 // How a group breaks: one decision for all ranks, and the words for it.
 //
-// A rank whose wait expires may not simply leave: a late peer could then find all arrivals in place and pass a barrier
-// that others have given up. So the first to expire moves the group's state to kDeciding and looks at its slots once
-// more. A rank whose wait is complete looks at the state after its own arrival; stores, scan and state are sequentially
-// consistent, hence either the scan sees the late arrival (the group lives on and everybody passes) or the late rank
-// sees the decision. test/model/ explores it.
+// A rank whose wait expires may not simply leave: a late peer could then find all arrivals in place and pass
+// a barrier that others have given up. So the first to expire moves the group's state to kDeciding and looks
+// at its slots once more. A rank whose wait is complete looks at the state after its own arrival; stores,
+// scan and state are sequentially consistent, hence either the scan sees the late arrival (the group lives on
+// and everybody passes) or the late rank sees the decision. test/model/ explores it.
 #include <signal.h>
 #include <time.h>
 
@@ -21,7 +21,8 @@
 namespace gpusync::cpu {
 namespace {
 
-// Seconds. A decision takes microseconds; a rank that is stopped or dies in the middle must not hold the others for ever.
+// Seconds. A decision takes microseconds; a rank that is stopped or dies in the middle must not hold the
+// others for ever.
 constexpr double kDecisionLimit = 1.0;
 
 std::string seconds(double value) {
@@ -67,7 +68,8 @@ bool Group::is_gone(uint32_t rank) const {
 
 std::string Group::describe_rank(uint32_t rank) const {
   const RankPage& peer = page(rank);
-  const int32_t pid = std::atomic_ref<int32_t>(const_cast<int32_t&>(peer.pid)).load(std::memory_order_acquire);
+  const int32_t pid =
+      std::atomic_ref<int32_t>(const_cast<int32_t&>(peer.pid)).load(std::memory_order_acquire);
   std::string text = std::to_string(rank) + " (";
   if (pid == 0) return text + "has not opened the group)";
   text += "global " + std::to_string(peer.global_rank) + ", host " + peer.host + ", ";
@@ -79,13 +81,15 @@ std::string Group::describe_rank(uint32_t rank) const {
       text += is_dead(pid) ? ", dead" : process_state(pid) == 'T' ? ", stopped" : ", alive";
     }
   }
-  const uint32_t calls = std::atomic_ref<uint32_t>(const_cast<uint32_t&>(peer.calls)).load(std::memory_order_relaxed);
+  const uint32_t calls =
+      std::atomic_ref<uint32_t>(const_cast<uint32_t&>(peer.calls)).load(std::memory_order_relaxed);
   if (calls == 0) return text + "; no call yet)";
   return text + "; last call " + std::to_string(calls) + " " + describe(peer.ring.read(calls)) + ")";
 }
 
 bool Group::move_state(State from, State to) {
-  return std::atomic_ref<uint32_t>(group_page().state).compare_exchange_strong(from.word, to.word, std::memory_order_seq_cst);
+  return std::atomic_ref<uint32_t>(group_page().state)
+      .compare_exchange_strong(from.word, to.word, std::memory_order_seq_cst);
 }
 
 Group::Verdict Group::give_up(Reason reason, const CallRecord& call, double waited,
@@ -103,7 +107,8 @@ Group::Verdict Group::give_up(Reason reason, const CallRecord& call, double wait
   return settle(call) ? Verdict::kRetry : Verdict::kBroken;  // I was so slow that a peer has taken over
 }
 
-bool Group::break_group(State deciding, Reason reason, const CallRecord& call, double waited, uint64_t missing) {
+bool Group::break_group(State deciding, Reason reason, const CallRecord& call, double waited,
+                        uint64_t missing) {
   write_failure(reason, call, waited, missing, m_config.rank);
   if (!move_state(deciding, deciding.with(m_config.rank, Phase::kBroken))) return false;
   for (uint32_t r = 0; r < m_config.world_size; ++r) ring_doorbell(r);
@@ -118,7 +123,8 @@ bool Group::settle(const CallRecord& call) {
     const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
     const State mine = now.with(m_config.rank, Phase::kDeciding);
     if (waited.count() > kDecisionLimit && now.rank() != m_config.rank && move_state(now, mine)) {
-      // The deciding rank is gone or stopped. Should it come back, its own move fails, for the state is no longer its.
+      // The deciding rank is gone or stopped. Should it come back, its own move fails, for the state is no
+      // longer its.
       break_group(mine, Reason::kTimeout, call, waited.count(), uint64_t{1} << now.rank());
     }
     const timespec pause{0, 100'000};
@@ -126,8 +132,8 @@ bool Group::settle(const CallRecord& call) {
   }
 }
 
-void Group::write_failure(Reason reason, const CallRecord& call, double waited, uint64_t missing, uint32_t rank,
-                          const uint64_t* seen) {
+void Group::write_failure(Reason reason, const CallRecord& call, double waited, uint64_t missing,
+                          uint32_t rank, const uint64_t* seen) {
   FailureRecord& record = page(m_config.rank).failure;
   record.reason = reason;
   record.rank = rank;
@@ -146,7 +152,8 @@ void Group::write_failure(Reason reason, const CallRecord& call, double waited, 
   std::string text = std::string(name(call.op)) + "(group='" + m_config.name + "', ";
   if (call.channel >= 0) text += "channel=" + std::to_string(call.channel) + ", ";
   text += "call " + std::to_string(call.number) + ") on rank " + std::to_string(rank) + " (global " +
-          std::to_string(mine.global_rank) + ", host " + mine.host + ", pid " + std::to_string(mine.pid) + ") ";
+          std::to_string(mine.global_rank) + ", host " + mine.host + ", pid " + std::to_string(mine.pid) +
+          ") ";
   switch (reason) {
     case Reason::kTimeout: {
       text += "waited " + seconds(waited) + " for rank ";
@@ -175,8 +182,8 @@ void Group::write_failure(Reason reason, const CallRecord& call, double waited, 
   std::snprintf(record.text, sizeof record.text, "%s", text.c_str());
 }
 
-/// Kernels cannot put a failure into words: what they left in the shared page becomes the group's failure record here, by
-/// whichever rank's host looks first.
+/// Kernels cannot put a failure into words: what they left in the shared page becomes the group's failure
+/// record here, by whichever rank's host looks first.
 void Group::take_over_device_failure() {
   DeviceFailure& device = group_page().device_failure;
   const auto reason =
@@ -209,10 +216,11 @@ void Group::throw_broken(const CallRecord& call) {
   std::string text = record.text;
   const bool mine = record.rank == m_config.rank && record.call.number == call.number;
   if (!mine) {
-    text = describe(call) + " on rank " + std::to_string(m_config.rank) + " stopped because group '" + m_config.name +
-           "' is broken: " + text;
+    text = describe(call) + " on rank " + std::to_string(m_config.rank) + " stopped because group '" +
+           m_config.name + "' is broken: " + text;
   }
-  throw std::runtime_error("gpusync: " + text + ". The group stays broken until it is closed and made again on all ranks");
+  throw std::runtime_error("gpusync: " + text +
+                           ". The group stays broken until it is closed and made again on all ranks");
 }
 
 std::string Group::dump() const {

@@ -1,4 +1,5 @@
-// Sleeping on a 32-bit word in memory that processes share. (std::atomic::wait of libstdc++ is private to a process.)
+// Sleeping on a 32-bit word in memory that processes share. (std::atomic::wait of libstdc++ is private to a
+// process.)
 #pragma once
 
 #include <linux/futex.h>
@@ -19,6 +20,8 @@ inline void futex_wait(uint32_t* word, uint32_t expected, double seconds) {
   syscall(SYS_futex, word, FUTEX_WAIT, expected, &limit, nullptr, 0);
 }
 
-inline void futex_wake_all(uint32_t* word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+inline void futex_wake_all(uint32_t* word) {
+  syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
 
 }  // namespace gpusync::cpu

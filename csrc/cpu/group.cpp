@@ -14,14 +14,15 @@ namespace {
 
 std::atomic<unsigned> g_fork_generation{0};
 
-/// A forked child has inherited its parent's groups: their memory is mapped, their rank is the parent's. It must not
-/// use them, and its own process id does not tell (a thread may have opened the group).
+/// A forked child has inherited its parent's groups: their memory is mapped, their rank is the parent's. It
+/// must not use them, and its own process id does not tell (a thread may have opened the group).
 void watch_forks() {
   static const int watching = pthread_atfork(nullptr, nullptr, [] { g_fork_generation.fetch_add(1); });
   (void)watching;
 }
 
-/// Spinning only pays while every rank has a core: otherwise it keeps the core from the rank that is waited for.
+/// Spinning only pays while every rank has a core: otherwise it keeps the core from the rank that is waited
+/// for.
 int spins_for(uint32_t world_size) {
   constexpr int kSpins = 2000;  // some 20 to 100 µs with the pause instruction
   cpu_set_t cores;
@@ -70,9 +71,10 @@ bool Group::is_inherited() const {
 
 void Group::require_own_process() const {
   if (is_inherited()) {
-    throw std::runtime_error("gpusync: group '" + m_config.name +
-                             "' was made before this process was forked and belongs to the parent: make a group of its "
-                             "own in the child (or start children with the 'spawn' or 'forkserver' method)");
+    throw std::runtime_error(
+        "gpusync: group '" + m_config.name +
+        "' was made before this process was forked and belongs to the parent: make a group of its "
+        "own in the child (or start children with the 'spawn' or 'forkserver' method)");
   }
 }
 
@@ -93,7 +95,8 @@ void Group::set_timeout(double seconds) {
   require_own_process();
   // Longer than half a century is for ever.
   const double ns = std::min(seconds * 1e9, 0x1p61);
-  std::atomic_ref<uint64_t>(page(m_config.rank).timeout_ns).store(static_cast<uint64_t>(ns), std::memory_order_relaxed);
+  std::atomic_ref<uint64_t>(page(m_config.rank).timeout_ns)
+      .store(static_cast<uint64_t>(ns), std::memory_order_relaxed);
 }
 
 void Group::ring_doorbell(uint32_t rank) const {

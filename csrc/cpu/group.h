@@ -1,5 +1,5 @@
-// One rank's view of a group whose ranks are processes (or threads) that share memory. No torch here: tensors have
-// become pointers before (../cpu_kernels.cpp), and errors leave as std::runtime_error.
+// One rank's view of a group whose ranks are processes (or threads) that share memory. No torch here: tensors
+// have become pointers before (../cpu_kernels.cpp), and errors leave as std::runtime_error.
 #pragma once
 
 #include <atomic>
@@ -90,11 +90,13 @@ class Group {
 
   // --- failure.cpp
   enum class Verdict { kComplete, kRetry, kBroken };
-  /// What an expired wait does: decides, once for the whole group, whether it is broken. `missing` scans the wait's own
-  /// slots anew. kComplete: they had all come; kRetry: another rank decided that the group lives on.
-  Verdict give_up(Reason reason, const CallRecord& call, double waited, const std::function<uint64_t()>& missing);
-  /// What `call` does when a decision is under way: waits for it, and takes it over should the deciding rank be gone.
-  /// True: the group is not broken.
+  /// What an expired wait does: decides, once for the whole group, whether it is broken. `missing` scans the
+  /// wait's own slots anew. kComplete: they had all come; kRetry: another rank decided that the group lives
+  /// on.
+  Verdict give_up(Reason reason, const CallRecord& call, double waited,
+                  const std::function<uint64_t()>& missing);
+  /// What `call` does when a decision is under way: waits for it, and takes it over should the deciding rank
+  /// be gone. True: the group is not broken.
   bool settle(const CallRecord& call);
   [[noreturn]] void throw_broken(const CallRecord& call);
   /// Is it hopeless to wait for `rank`: its process is gone, or it has closed the group?
@@ -143,9 +145,11 @@ class Group {
   /// Wakes `rank` should it sleep; after a publish to it.
   void ring_doorbell(uint32_t rank) const;
   /// How many calls this rank has made.
-  uint32_t calls() const { return std::atomic_ref<uint32_t>(page(m_config.rank).calls).load(std::memory_order_relaxed); }
-  /// Sets every counter of this rank, and what its peers have told it, to `epoch`, as if so many calls had been made.
-  /// For tests of wrap-around, on all ranks and before the first call.
+  uint32_t calls() const {
+    return std::atomic_ref<uint32_t>(page(m_config.rank).calls).load(std::memory_order_relaxed);
+  }
+  /// Sets every counter of this rank, and what its peers have told it, to `epoch`, as if so many calls had
+  /// been made. For tests of wrap-around, on all ranks and before the first call.
   void preset(uint32_t epoch);
 
  private:
@@ -157,7 +161,9 @@ class Group {
     return std::atomic_ref<uint64_t>(const_cast<uint64_t&>(word)).load(std::memory_order_relaxed);
   }
   GroupPage& group_page() const { return *at<GroupPage>(0); }
-  Channel& channel(uint32_t rank, uint32_t channel) const { return *at<Channel>(m_layout.channel(rank, channel)); }
+  Channel& channel(uint32_t rank, uint32_t channel) const {
+    return *at<Channel>(m_layout.channel(rank, channel));
+  }
   bool move_state(State from, State to);
   bool break_group(State deciding, Reason reason, const CallRecord& call, double waited, uint64_t missing);
   void take_over_device_failure();
@@ -178,12 +184,12 @@ class Group {
   Layout m_layout;
   int m_spins;
   unsigned m_fork_generation;
-  uint32_t m_skipped = 0;  // zero-size collectives so far
+  uint32_t m_skipped = 0;                 // zero-size collectives so far
   std::deque<PullController> m_pull;      // one for each channel, the collectives' last
   std::deque<SignalController> m_signal;  // one for each of the user's channels
   std::deque<PushController> m_push;
-  // Threads of this process take turns: on a channel's barriers, one for each whole wait (the collectives' come last); on
-  // its signals and push counters, which must not wait for those, for a moment.
+  // Threads of this process take turns: on a channel's barriers, one for each whole wait (the collectives'
+  // come last); on its signals and push counters, which must not wait for those, for a moment.
   mutable std::deque<std::mutex> m_channel_mutex;
   mutable std::deque<std::mutex> m_counter_mutex;
   mutable std::shared_mutex m_buffers_mutex;

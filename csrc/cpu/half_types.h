@@ -1,4 +1,5 @@
-// fp16 and bf16 as storage: conversions to and from fp32 in integer arithmetic that compilers vectorise on any machine.
+// fp16 and bf16 as storage: conversions to and from fp32 in integer arithmetic that compilers vectorise on
+// any machine.
 #pragma once
 
 #include <bit>
@@ -19,14 +20,14 @@ inline float to_float(BFloat16 x) { return std::bit_cast<float>(uint32_t{x.bits}
 inline void from_float(float value, BFloat16& out) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to nearest, ties to even
-  const uint32_t nan = (bits >> 16) | 0x40;                           // rounding could turn a NaN into infinity
+  const uint32_t nan = (bits >> 16) | 0x40;  // rounding could turn a NaN into infinity
   out.bits = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded);
 }
 
 inline float to_float(Float16 x) {
-  // Move the 15 value bits into place and re-base the exponent. Exponent 31 (infinity, NaN) is re-based twice, to 255.
-  // Exponent 0 (zero, subnormal) is given the leading one it lacks, which a subtraction then takes away exactly: no
-  // fp32 subnormal is touched, so a process that flushes those gets the same result.
+  // Move the 15 value bits into place and re-base the exponent. Exponent 31 (infinity, NaN) is re-based
+  // twice, to 255. Exponent 0 (zero, subnormal) is given the leading one it lacks, which a subtraction then
+  // takes away exactly: no fp32 subnormal is touched, so a process that flushes those gets the same result.
   constexpr uint32_t kRebase = (127 - 15) << 23;
   constexpr uint32_t kSmallest = (127 - 14) << 23;
   const uint32_t sign = uint32_t{x.bits & 0x8000u} << 16;

@@ -39,7 +39,8 @@ void on_interrupt(int number, siginfo_t* info, void* context) {
   const long me = syscall(SYS_gettid);
   const long outer = g_handling.load();
   if (outer == me) {
-    // A handler that was installed over ours calls ours as its predecessor: what comes next is what was there first.
+    // A handler that was installed over ours calls ours as its predecessor: what comes next is what was there
+    // first.
     forward(chain->base, number, info, context);
     return;
   }

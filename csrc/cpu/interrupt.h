@@ -1,12 +1,12 @@
-// Ctrl-C during a wait. A wait holds no interpreter lock and may sleep for minutes, so it has to notice SIGINT itself;
-// the interpreter's own handler only leaves a note that is read once the op has returned.
+// Ctrl-C during a wait. A wait holds no interpreter lock and may sleep for minutes, so it has to notice
+// SIGINT itself; the interpreter's own handler only leaves a note that is read once the op has returned.
 #pragma once
 
 namespace gpusync::cpu {
 
-/// While at least one of these lives, SIGINT is counted before the process's own handler gets it. A process that ignores
-/// SIGINT, or leaves it at its default, is left alone. Every group has one, because the signal may come before a wait
-/// has begun to sleep.
+/// While at least one of these lives, SIGINT is counted before the process's own handler gets it. A process
+/// that ignores SIGINT, or leaves it at its default, is left alone. Every group has one, because the signal
+/// may come before a wait has begun to sleep.
 class InterruptCounter {
  public:
   InterruptCounter();

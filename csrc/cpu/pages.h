@@ -1,5 +1,6 @@
-// What one group's shared memory holds, from its first byte: the group's page, then for each rank its page and its
-// channels, then the staging halves. All of it is zero when the ranks map it, and only ever used through Group.
+// What one group's shared memory holds, from its first byte: the group's page, then for each rank its page
+// and its channels, then the staging halves. All of it is zero when the ranks map it, and only ever used
+// through Group.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +14,9 @@
 
 namespace gpusync::cpu {
 
-/// The group's state word: phase in the low byte, then the deciding rank, then the generation that reset() advances.
-/// kOk -> kDeciding (by the first rank whose wait expires) -> kBroken, or back to kOk when its peers had come after all.
+/// The group's state word: phase in the low byte, then the deciding rank, then the generation that reset()
+/// advances. kOk -> kDeciding (by the first rank whose wait expires) -> kBroken, or back to kOk when its
+/// peers had come after all.
 enum class Phase : uint32_t { kOk = 0, kDeciding = 1, kBroken = 2 };
 
 struct State {
@@ -31,16 +33,17 @@ struct State {
 
 enum class Reason : uint32_t { kNone, kTimeout, kMismatch, kInterrupted, kBadOffset };
 
-/// Why the group is broken: written by a rank that decides so, before it moves the state to kBroken. The state names the
-/// rank whose record counts: one that was stopped while it decided may come back and still write its own.
+/// Why the group is broken: written by a rank that decides so, before it moves the state to kBroken. The
+/// state names the rank whose record counts: one that was stopped while it decided may come back and still
+/// write its own.
 struct FailureRecord {
   Reason reason;
-  uint32_t rank;      // whose call it was
-  uint64_t missing;   // mask of the ranks that did not come
+  uint32_t rank;     // whose call it was
+  uint64_t missing;  // mask of the ranks that did not come
   uint64_t waited_us;
-  CallRecord call;               // of the reporting rank
-  CallRecord calls[kMaxRanks];   // every rank's last call at that moment
-  char text[12288];              // zero-terminated
+  CallRecord call;              // of the reporting rank
+  CallRecord calls[kMaxRanks];  // every rank's last call at that moment
+  char text[12288];             // zero-terminated
 };
 
 struct GroupPage {

@@ -10,8 +10,8 @@ uint32_t key(Op op, bool fence = false) { return fingerprint({.op = op, .fence =
 
 uint32_t Group::checked_channel(int64_t channel) const {
   if (channel < 0 || channel >= m_config.channels) {
-    throw std::runtime_error("gpusync: channel " + std::to_string(channel) + " is out of range: group '" + m_config.name +
-                             "' has channels 0 to " + std::to_string(m_config.channels - 1) +
+    throw std::runtime_error("gpusync: channel " + std::to_string(channel) + " is out of range: group '" +
+                             m_config.name + "' has channels 0 to " + std::to_string(m_config.channels - 1) +
                              " (SyncGroup(channels=...) makes more)");
   }
   return static_cast<uint32_t>(channel);
@@ -19,8 +19,8 @@ uint32_t Group::checked_channel(int64_t channel) const {
 
 uint32_t Group::checked_rank(int64_t rank) const {
   if (rank < 0 || rank >= m_config.world_size) {
-    throw std::runtime_error("gpusync: rank " + std::to_string(rank) + " is out of range: group '" + m_config.name +
-                             "' has ranks 0 to " + std::to_string(m_config.world_size - 1) +
+    throw std::runtime_error("gpusync: rank " + std::to_string(rank) + " is out of range: group '" +
+                             m_config.name + "' has ranks 0 to " + std::to_string(m_config.world_size - 1) +
                              " (ranks are ranks in the group, not global ones)");
   }
   return static_cast<uint32_t>(rank);
@@ -63,8 +63,9 @@ void Group::signal(int64_t destination, int64_t channel) {
 void Group::wait_signal(int64_t source, int64_t channel) {
   const uint32_t c = checked_channel(channel);
   const uint32_t src = checked_rank(source);
-  // The turn is not kept over the wait: another thread of this rank may have to send the signal that lets its peer send
-  // this one. Waits for one source on one channel from two threads at once are for the user to order.
+  // The turn is not kept over the wait: another thread of this rank may have to send the signal that lets its
+  // peer send this one. Waits for one source on one channel from two threads at once are for the user to
+  // order.
   synchronize(record(Op::kWaitSignal, c, false, src), uint64_t{1} << src,
               [&](Wait& wait) { return m_signal[c].wait(src, key(Op::kSignal), wait); });
 }

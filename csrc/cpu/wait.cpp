@@ -11,14 +11,16 @@ namespace {
 
 constexpr int kYields = 20;
 
-// The longest sleep: what a wait has to notice by itself (SIGINT taken by another thread, a new timeout, a peer that is
-// gone) it notices within this time.
+// The longest sleep: what a wait has to notice by itself (SIGINT taken by another thread, a new timeout, a
+// peer that is gone) it notices within this time.
 constexpr double kNap = 0.05;
 
 /// Raises `sleepers` of my page for as long as I may sleep.
 class Sleeper {
  public:
-  explicit Sleeper(RankPage& page) : m_sleepers(page.sleepers) { m_sleepers.fetch_add(1, std::memory_order_seq_cst); }
+  explicit Sleeper(RankPage& page) : m_sleepers(page.sleepers) {
+    m_sleepers.fetch_add(1, std::memory_order_seq_cst);
+  }
   ~Sleeper() { m_sleepers.fetch_sub(1, std::memory_order_seq_cst); }
   Sleeper(const Sleeper&) = delete;
   Sleeper& operator=(const Sleeper&) = delete;
@@ -73,9 +75,9 @@ bool Wait::sleep_until(const Semaphore& mine, uint32_t peer, uint64_t expected) 
   }
 }
 
-/// A rank that arrives stores one slot after the other. A peer whose slot came first may have passed already, before the
-/// state said that a decision is under way; so an arrival in any rank's row counts, and nobody gives up what another
-/// has passed. (It is an arrival like any other: its loads acquire.)
+/// A rank that arrives stores one slot after the other. A peer whose slot came first may have passed already,
+/// before the state said that a decision is under way; so an arrival in any rank's row counts, and nobody
+/// gives up what another has passed. (It is an arrival like any other: its loads acquire.)
 uint64_t Wait::missing(const Semaphore& mine, uint64_t expected) const {
   const bool meeting = m_awaited == m_group.all_ranks();  // else a signal, meant for me alone
   const auto* const base = reinterpret_cast<const char*>(&m_group.page(m_group.rank()));

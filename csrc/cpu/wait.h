@@ -1,4 +1,5 @@
-// The bounded wait of one call on the CPU: spin, then yield, then sleep; and its three ways out besides arrival.
+// The bounded wait of one call on the CPU: spin, then yield, then sleep; and its three ways out besides
+// arrival.
 #pragma once
 
 #include <chrono>
@@ -8,15 +9,17 @@
 
 namespace gpusync::cpu {
 
-/// The `Wait` that controllers are given. Spinning serves ranks that run side by side, yielding serves more ranks than
-/// cores (the rank that is waited for gets the core), and sleeping on a futex serves peers that are late.
+/// The `Wait` that controllers are given. Spinning serves ranks that run side by side, yielding serves more
+/// ranks than cores (the rank that is waited for gets the core), and sleeping on a futex serves peers that
+/// are late.
 ///
-/// No wake-up is lost: the publisher stores its slot and then reads `sleepers`; the sleeper raises `sleepers` and then
-/// reads the slot; all four are sequentially consistent, so at least one of the two sees the other.
+/// No wake-up is lost: the publisher stores its slot and then reads `sleepers`; the sleeper raises `sleepers`
+/// and then reads the slot; all four are sequentially consistent, so at least one of the two sees the other.
 class Wait {
  public:
   /// `awaited`: mask of the ranks whose arrival the call needs, for the error message.
-  Wait(Group& group, const CallRecord& call, uint64_t awaited) : m_group(group), m_call(call), m_awaited(awaited) {}
+  Wait(Group& group, const CallRecord& call, uint64_t awaited)
+      : m_group(group), m_call(call), m_awaited(awaited) {}
 
   // Group::begin() has looked at the group's state before, agreed() looks after.
   bool ready() const { return true; }
@@ -38,7 +41,8 @@ class Wait {
 
   bool persist(const Semaphore& mine, uint32_t peer, uint64_t expected);
 
-  /// Call it when all that was waited for has come: a rank must not go on from a call that a peer has given up.
+  /// Call it when all that was waited for has come: a rank must not go on from a call that a peer has given
+  /// up.
   bool agreed() { return m_group.state().phase() == Phase::kOk || m_group.settle(m_call); }
 
  private:
@@ -53,7 +57,7 @@ class Wait {
   Group& m_group;
   const CallRecord& m_call;
   uint64_t m_awaited;
-  unsigned m_interrupts = InterruptCounter::count();  // when the call began
+  unsigned m_interrupts = InterruptCounter::count();             // when the call began
   std::optional<std::chrono::steady_clock::time_point> m_start;  // of the first slow wait of this call
 };
 

@@ -15,8 +15,9 @@ struct AllReduceParams {
   char* area[kMaxRanks];  // of every rank, the algorithm's own: two halves, one after the other
   uint64_t half_bytes;
   uint64_t slot_bytes;  // push: what one source has in a half
-  uint64_t groups;      // two-shot: packs in one rank's share (a 64-bit division in the kernel would cost a stack frame)
-  uint32_t* calls;      // my finished collectives and, beside it, the finished blocks of the one under way
+  uint64_t groups;  // two-shot: packs in one rank's share (a 64-bit division in the kernel would cost a stack
+                    // frame)
+  uint32_t* calls;  // my finished collectives and, beside it, the finished blocks of the one under way
   const void* input;
   void* output;
   uint64_t numel;

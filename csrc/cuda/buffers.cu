@@ -1,6 +1,6 @@
-// put and get: copies between a tensor and some rank's part of a symmetric buffer, by ordinary loads and stores. The
-// barrier or signal that follows makes them visible: a kernel's writes are complete when the next kernel of its stream
-// starts, and a fenced arrival there releases them to the system.
+// put and get: copies between a tensor and some rank's part of a symmetric buffer, by ordinary loads and
+// stores. The barrier or signal that follows makes them visible: a kernel's writes are complete when the next
+// kernel of its stream starts, and a fenced arrival there releases them to the system.
 #include <algorithm>
 
 #include "check.h"
@@ -11,9 +11,9 @@ namespace gpusync::cuda {
 namespace {
 
 struct CopyParams {
-  char* part;          // the rank's part of the buffer
-  char* tensor;        // contiguous
-  uint64_t numel;      // to copy
+  char* part;      // the rank's part of the buffer
+  char* tensor;    // contiguous
+  uint64_t numel;  // to copy
   uint64_t part_numel;
   uint32_t item_bytes;
   uint64_t poison;
@@ -58,7 +58,8 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ 
   touch(p.token);
   DeviceWait wait(p.wait);
   const int64_t offset = p.offset.device != nullptr ? *p.offset.device : p.offset.value;
-  const bool fits = offset >= 0 && static_cast<uint64_t>(offset) <= p.part_numel && p.numel <= p.part_numel - offset;
+  const bool fits =
+      offset >= 0 && static_cast<uint64_t>(offset) <= p.part_numel && p.numel <= p.part_numel - offset;
   const uint64_t bytes = p.numel * p.item_bytes;
   if (!fits || !(wait.ready() || wait.settle())) {
     // An offset that only the device knows cannot be refused before: it breaks the group.
@@ -101,17 +102,18 @@ const DeviceBuffer& Group::device_buffer(const cpu::Buffer& buffer) const {
   return m_buffers.at(buffer.name);
 }
 
-void Group::put(const Launch& launch, const cpu::Buffer& buffer, int64_t rank, Offset offset, const void* source,
-                const cpu::Payload& payload) {
+void Group::put(const Launch& launch, const cpu::Buffer& buffer, int64_t rank, Offset offset,
+                const void* source, const cpu::Payload& payload) {
   const uint32_t target = rank == -1 ? m_host.rank() : m_host.checked_rank(rank);
   if (offset.device == nullptr) cpu::check_fits(buffer, offset.value, payload.numel, "put");
   cpu::CallRecord call = cpu::record(Op::kPut, payload, target);
   m_host.begin(call);
   if (payload.numel == 0) return;
   const DeviceBuffer& device = device_buffer(buffer);
-  copy<true>(launch, {address(device.parts[target]), const_cast<char*>(static_cast<const char*>(source)), payload.numel,
-                      buffer.numel, static_cast<uint32_t>(buffer.item_bytes), device.poison, offset,
-                      context(m_host.config().channels), launch.token, fingerprint({.op = Op::kPut})});
+  copy<true>(launch,
+             {address(device.parts[target]), const_cast<char*>(static_cast<const char*>(source)),
+              payload.numel, buffer.numel, static_cast<uint32_t>(buffer.item_bytes), device.poison, offset,
+              context(m_host.config().channels), launch.token, fingerprint({.op = Op::kPut})});
 }
 
 void Group::get(const Launch& launch, const cpu::Buffer& buffer, int64_t rank, Offset offset, void* target,

@@ -19,8 +19,8 @@ AllReduceKernel kernel_of(Algo algo, DType dtype, ReduceOp op, uint32_t world_si
   return pull_one_shot(dtype, op, world_size);
 }
 
-// Where nothing was measured. Push is at its best while the launch is the larger part of the time; two-shot where the
-// bytes are.
+// Where nothing was measured. Push is at its best while the launch is the larger part of the time; two-shot
+// where the bytes are.
 constexpr Group::TuningRow kDefaults[] = {
     {32 << 10, Algo::kPushOneShot, kMaxBlocks, 256},
     {256 << 10, Algo::kPullOneShot, kMaxBlocks, 512},
@@ -31,9 +31,10 @@ constexpr Group::TuningRow kDefaults[] = {
 
 void preload_collectives() {
   for (const Algo algo : {Algo::kPullOneShot, Algo::kPullTwoShot, Algo::kPushOneShot}) {
-    for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16, DType::kInt32,
-                              DType::kInt64}) {
-      for (const uint32_t world_size : {1, 2, 4, 8}) load_kernel(kernel_of(algo, dtype, ReduceOp::kSum, world_size));
+    for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16,
+                              DType::kInt32, DType::kInt64}) {
+      for (const uint32_t world_size : {1, 2, 4, 8})
+        load_kernel(kernel_of(algo, dtype, ReduceOp::kSum, world_size));
     }
   }
 }
@@ -47,7 +48,8 @@ Group::TuningRow Group::choose(Algo algo, uint64_t bytes) const {
   const std::shared_lock lock(m_tuning_mutex);
   const TuningRow* first = m_tuning.empty() ? std::begin(kDefaults) : m_tuning.data();
   const TuningRow* last = m_tuning.empty() ? std::end(kDefaults) : m_tuning.data() + m_tuning.size();
-  // An algorithm asked for by name takes its widths from the row that would have chosen it, or from the nearest one.
+  // An algorithm asked for by name takes its widths from the row that would have chosen it, or from the
+  // nearest one.
   const TuningRow* row = nullptr;
   for (const TuningRow* r = first; r != last; ++r) {
     if (algo != Algo::kNone && r->algo != algo) continue;
@@ -75,9 +77,21 @@ void Group::all_reduce(const Launch& launch, const void* input, void* output, co
 
   const bool push = row.algo == Algo::kPushOneShot;
   const uint64_t slot = m_layout.half_bytes() / world_size / 16 * 16;
-  AllReduceParams params{m_pull[channel], context(channel), {}, m_layout.half_bytes(), slot, 0,
-                         in_pad<uint32_t>(m_host.rank(), m_layout.push_calls(channel)), input, output, payload.numel,
-                         launch.token, fingerprint(key), payload.dtype, reduce_op, 1.0 / world_size};
+  AllReduceParams params{m_pull[channel],
+                         context(channel),
+                         {},
+                         m_layout.half_bytes(),
+                         slot,
+                         0,
+                         in_pad<uint32_t>(m_host.rank(), m_layout.push_calls(channel)),
+                         input,
+                         output,
+                         payload.numel,
+                         launch.token,
+                         fingerprint(key),
+                         payload.dtype,
+                         reduce_op,
+                         1.0 / world_size};
   for (uint32_t r = 0; r < world_size; ++r) {
     params.area[r] = in_pad<char>(r, push ? m_layout.push_area() : m_layout.staging(0));
   }
@@ -93,7 +107,8 @@ void Group::all_reduce(const Launch& launch, const void* input, void* output, co
     const uint64_t units = (params.numel * item + unit - 1) / unit;
     params.groups = units;
     const uint64_t blocks = (units + row.threads - 1) / row.threads;
-    kernel<<<static_cast<uint32_t>(std::clamp<uint64_t>(blocks, 1, row.blocks)), row.threads, 0, launch.stream>>>(params);
+    kernel<<<static_cast<uint32_t>(std::clamp<uint64_t>(blocks, 1, row.blocks)), row.threads, 0,
+             launch.stream>>>(params);
   }
   turn.end();
 }

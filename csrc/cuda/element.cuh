@@ -48,7 +48,8 @@ __device__ __forceinline__ Pack<T> load_pack(const T* data, uint64_t index, uint
 }
 
 template <class T>
-__device__ __forceinline__ void store_pack(T* data, uint64_t index, uint64_t numel, bool aligned, const Pack<T>& pack) {
+__device__ __forceinline__ void store_pack(T* data, uint64_t index, uint64_t numel, bool aligned,
+                                           const Pack<T>& pack) {
   const uint64_t first = index * Pack<T>::kItems;
   if (aligned && first + Pack<T>::kItems <= numel) {
     reinterpret_cast<Pack<T>*>(data)[index] = pack;

@@ -28,13 +28,14 @@ Group::Group(cpu::Group& host, DeviceConfig config, std::shared_ptr<void> keep_a
 
   // The hosts' shared memory, for the failure record and the timeout.
   const auto [address, bytes] = host.device_visible();
-  check(cudaHostRegister(address, bytes, cudaHostRegisterMapped), "cudaHostRegister of the hosts' shared memory");
+  check(cudaHostRegister(address, bytes, cudaHostRegisterMapped),
+        "cudaHostRegister of the hosts' shared memory");
   m_registered = address;
   void* mapped = nullptr;
   check(cudaHostGetDevicePointer(&mapped, address, 0), "cudaHostGetDevicePointer");
   const auto on_device = [&](auto* p) {
-    return reinterpret_cast<decltype(p)>(static_cast<char*>(mapped) +
-                                         (reinterpret_cast<const char*>(p) - static_cast<const char*>(address)));
+    return reinterpret_cast<decltype(p)>(
+        static_cast<char*>(mapped) + (reinterpret_cast<const char*>(p) - static_cast<const char*>(address)));
   };
   WaitEscape escape{};
   escape.claim = in_pad<uint32_t>(0, m_layout.claim());
@@ -54,7 +55,8 @@ Group::Group(cpu::Group& host, DeviceConfig config, std::shared_ptr<void> keep_a
 
 /// The copy is complete when it returns, for kernels on any stream: cudaMemcpy alone may have it on its way.
 void Group::to_device(void* target, const void* source, size_t bytes) const {
-  check(cudaMemcpyAsync(target, source, bytes, cudaMemcpyHostToDevice, cudaStreamPerThread), "cudaMemcpyAsync");
+  check(cudaMemcpyAsync(target, source, bytes, cudaMemcpyHostToDevice, cudaStreamPerThread),
+        "cudaMemcpyAsync");
   check(cudaStreamSynchronize(cudaStreamPerThread), "cudaStreamSynchronize");
 }
 
@@ -73,7 +75,8 @@ void Group::preset(uint32_t epoch) {
     mailbox.sent[r] = mailbox.seen[r] = epoch;
   }
   for (uint32_t c = 0; c <= m_host.config().channels; ++c) {
-    to_device(in_pad<char>(me, m_layout.semaphores(c)), semaphores.data(), semaphores.size() * sizeof(Semaphore));
+    to_device(in_pad<char>(me, m_layout.semaphores(c)), semaphores.data(),
+              semaphores.size() * sizeof(Semaphore));
     to_device(in_pad<char>(me, m_layout.mailbox(c)), &mailbox, sizeof mailbox);
     to_device(in_pad<char>(me, m_layout.push_calls(c)), &epoch, sizeof epoch);
   }

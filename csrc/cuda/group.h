@@ -1,5 +1,6 @@
-// The device side of a group whose ranks are GPUs (or share one). No torch here. The host side, with who is who, call
-// records and failures, is the same as on the CPU: a cpu::Group over memory that the ranks' hosts share.
+// The device side of a group whose ranks are GPUs (or share one). No torch here. The host side, with who is
+// who, call records and failures, is the same as on the CPU: a cpu::Group over memory that the ranks' hosts
+// share.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -38,7 +39,8 @@ struct Launch {
   int32_t* token;
 };
 
-/// What a kernel reads an offset from: a number, or a device tensor that may change between replays of a graph.
+/// What a kernel reads an offset from: a number, or a device tensor that may change between replays of a
+/// graph.
 struct Offset {
   int64_t value;
   const int64_t* device;
@@ -82,12 +84,13 @@ class Group {
   };
   void set_tuning(std::vector<TuningRow> rows);
 
-  /// Writes a pattern into, or checks it in, every peer's pad through this process's mappings; returns the ranks whose
-  /// mapping does not work. Phase 0 writes, phase 1 checks what the peers wrote here, phase 2 what is read from them.
+  /// Writes a pattern into, or checks it in, every peer's pad through this process's mappings; returns the
+  /// ranks whose mapping does not work. Phase 0 writes, phase 1 checks what the peers wrote here, phase 2
+  /// what is read from them.
   std::vector<int64_t> probe(int phase);
 
-  /// Sets every counter of this rank, and what its peers have told it, to `epoch`, as if so many calls had been made.
-  /// For tests of wrap-around, on all ranks and before the first call.
+  /// Sets every counter of this rank, and what its peers have told it, to `epoch`, as if so many calls had
+  /// been made. For tests of wrap-around, on all ranks and before the first call.
   void preset(uint32_t epoch);
 
  private:
@@ -135,14 +138,14 @@ class Group {
   std::unordered_map<std::string, DeviceBuffer> m_buffers;
 };
 
-/// Ops of one kind share their channel's counters. Signals and waits count apart, so that a wait on one stream does not
-/// hold back the signal on another that it may be waiting for.
+/// Ops of one kind share their channel's counters. Signals and waits count apart, so that a wait on one
+/// stream does not hold back the signal on another that it may be waiting for.
 enum class Kind : uint32_t { kSync, kSignal, kWait };
 inline constexpr uint32_t kKinds = 3;
 
-/// One op's turn: ops of one kind on one channel run one after the other whatever streams they are on, also inside a
-/// capture. It waits for the event of the op before, and records its own after the launch. (A replayed graph is ordered
-/// against eager ops on another stream by the user, as any two streams are.)
+/// One op's turn: ops of one kind on one channel run one after the other whatever streams they are on, also
+/// inside a capture. It waits for the event of the op before, and records its own after the launch. (A
+/// replayed graph is ordered against eager ops on another stream by the user, as any two streams are.)
 class Turn {
  public:
   Turn(Group& group, uint32_t channel, Kind kind, cudaStream_t stream);

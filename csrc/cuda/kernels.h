@@ -42,7 +42,8 @@ __device__ __forceinline__ void touch(int32_t* token) {
 
 /// Fills `bytes` at `target` with `pattern`, which is repeated; a grid-stride loop.
 __device__ __forceinline__ void fill_poison(char* target, uint64_t bytes, uint64_t pattern) {
-  for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < bytes; i += uint64_t{gridDim.x} * blockDim.x) {
+  for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < bytes;
+       i += uint64_t{gridDim.x} * blockDim.x) {
     target[i] = static_cast<char>(pattern >> (i % 8 * 8));
   }
 }

@@ -1,5 +1,8 @@
-// What one rank's peer-mapped device memory holds, from its first byte. Zero before its address is given away.
+// What one rank's peer-mapped device memory holds, from its first byte. Zero before its address is given
+// away.
 #pragma once
+
+#include <algorithm>
 
 #include "gpusync/pull_controller.h"
 #include "gpusync/signal_controller.h"
@@ -12,7 +15,8 @@ inline constexpr uint32_t kMaxBlocks = 128;
 class PadLayout {
  public:
   PadLayout(uint32_t channels, size_t staging_bytes)
-      : m_channels(channels + 1), m_half(round_up(staging_bytes / kHalves, kLineBytes)) {}
+      : m_channels(channels + 1),
+        m_half(round_up(std::max(staging_bytes / kHalves, kSmallestHalf), kLineBytes)) {}
 
   /// Status word and, in rank 0's pad, the claim to decide: a line each.
   size_t status() const { return 0; }
@@ -30,6 +34,8 @@ class PadLayout {
   size_t total_bytes() const { return push_area() + kHalves * m_half; }
 
  private:
+  // 16 bytes from each of as many ranks as there may be.
+  static constexpr size_t kSmallestHalf = kMaxRanks * 16;
   static constexpr size_t kHead = 2 * kLineBytes + round_up(kMaxRanks * sizeof(uint64_t), kLineBytes);
   static constexpr size_t kSemaphores = sizeof(Semaphore) * PullController::kStages * kMaxBlocks;
   static constexpr size_t kChannel =

@@ -4,8 +4,9 @@
 namespace gpusync::cuda {
 namespace {
 
-/// Two staging halves in turn make a barrier at the end needless: half k % 2 is written again in call k + 2, after the
-/// kernel of call k + 1, which has heard from blocks of every peer that started after the peer's kernel k had ended.
+/// Two staging halves in turn make a barrier at the end needless: half k % 2 is written again in call k + 2,
+/// after the kernel of call k + 1, which has heard from blocks of every peer that started after the peer's
+/// kernel k had ended.
 template <class T, uint32_t kRanks>
 __global__ void __launch_bounds__(512) pull_one_shot_kernel(const __grid_constant__ AllReduceParams p) {
   const auto* input = static_cast<const T*>(p.input);

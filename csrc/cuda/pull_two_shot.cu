@@ -1,13 +1,15 @@
-// All-reduce, pull two-shot: stage my input, meet, reduce my share of everybody's, meet again, read everybody's share.
-// Moves 2 (n - 1) / n of the data to each rank instead of n - 1 times all of it, for one barrier more.
+// All-reduce, pull two-shot: stage my input, meet, reduce my share of everybody's, meet again, read
+// everybody's share. Moves 2 (n - 1) / n of the data to each rank instead of n - 1 times all of it, for one
+// barrier more.
 #include "reduce.cuh"
 
 namespace gpusync::cuda {
 namespace {
 
-/// Shares lie by absolute pack: pack i is reduced by rank i % n, in the block that stages it, so that a block needs to
-/// meet only its own counterparts. The result takes the place of the input in the owner's staging, which no peer reads
-/// any more: pack i of it was read by rank i % n alone. The end is fenced, for peers read what was written.
+/// Shares lie by absolute pack: pack i is reduced by rank i % n, in the block that stages it, so that a block
+/// needs to meet only its own counterparts. The result takes the place of the input in the owner's staging,
+/// which no peer reads any more: pack i of it was read by rank i % n alone. The end is fenced, for peers read
+/// what was written.
 template <class T, uint32_t kRanks>
 __global__ void __launch_bounds__(512) pull_two_shot_kernel(const __grid_constant__ AllReduceParams p) {
   const auto* input = static_cast<const T*>(p.input);
@@ -21,7 +23,8 @@ __global__ void __launch_bounds__(512) pull_two_shot_kernel(const __grid_constan
   const uint64_t stride = uint64_t{gridDim.x} * blockDim.x;
   const uint64_t half = (p.calls[0] % kHalves) * p.half_bytes;
 
-  // Share r of the half holds the packs that rank r reduces, so that threads side by side touch packs side by side.
+  // Share r of the half holds the packs that rank r reduces, so that threads side by side touch packs side by
+  // side.
   const auto pack_index = [&](uint32_t share, uint64_t group) { return share * groups + group; };
   auto* mine = reinterpret_cast<Pack<T>*>(p.area[rank] + half);
   const bool input_aligned = is_aligned(input);
@@ -46,8 +49,9 @@ __global__ void __launch_bounds__(512) pull_two_shot_kernel(const __grid_constan
     for (uint32_t share = 0; share < world_size; ++share) {
       const uint64_t i = pack_index(share, g);
       if (i >= packs) break;
-      store_pack(output, i, p.numel, output_aligned,
-                 complete ? reinterpret_cast<const Pack<T>*>(p.area[share] + half)[i] : poison<Pack<T>>(p.dtype));
+      store_pack(
+          output, i, p.numel, output_aligned,
+          complete ? reinterpret_cast<const Pack<T>*>(p.area[share] + half)[i] : poison<Pack<T>>(p.dtype));
     }
   }
   touch(p.token);

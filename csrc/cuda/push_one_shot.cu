@@ -1,5 +1,5 @@
-// All-reduce, push one-shot: write my input into every peer's memory, with flag words beside the data, and reduce what
-// arrives in mine. No barrier: the data is the signal.
+// All-reduce, push one-shot: write my input into every peer's memory, with flag words beside the data, and
+// reduce what arrives in mine. No barrier: the data is the signal.
 #include "reduce.cuh"
 
 namespace gpusync::cuda {
@@ -8,15 +8,26 @@ namespace {
 // A poll takes about half a microsecond.
 constexpr uint32_t kPollsBetweenChecks = 4096;
 
-/// 8 bytes of data on their way, in one 16-byte store. The halves of such a store may become visible one before the
-/// other, so each has a flag. Flags hold the number of the call, hence any bit pattern can be data and nothing has to
-/// be cleared (NCCL's LL protocol works this way, too).
+/// 8 bytes of data on their way, in one 16-byte store. The halves of such a store may become visible one
+/// before the other, so each has a flag. Flags hold the number of the call, hence any bit pattern can be data
+/// and nothing has to be cleared (NCCL's LL protocol works this way, too). The second holds the call's
+/// fingerprint as well: what a rank sent that calls something else is never taken for data.
 struct alignas(16) Parcel {
   uint32_t low, low_flag, high, high_flag;
 };
 
-__device__ __forceinline__ void send(Parcel* target, uint2 data, uint32_t flag) {
-  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(target), "r"(data.x), "r"(flag), "r"(data.y)
+struct Flags {
+  uint32_t low, high;
+
+  /// Neither is ever the zero of memory that nothing was sent to: a fingerprint of an all-reduce has no top
+  /// bit.
+  __device__ __forceinline__ Flags(uint32_t call, uint32_t key) : low(call | 0x80000000u), high(low ^ key) {}
+};
+static_assert(static_cast<uint32_t>(Op::kAllReduce) < 16);
+
+__device__ __forceinline__ void send(Parcel* target, uint2 data, Flags flags) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(data.x),
+               "r"(flags.low), "r"(data.y), "r"(flags.high)
                : "memory");
 }
 
@@ -29,8 +40,8 @@ __device__ __forceinline__ Parcel look(const Parcel* source) {
   return parcel;
 }
 
-__device__ __forceinline__ bool is_here(const Parcel& parcel, uint32_t flag) {
-  return parcel.low_flag == flag && parcel.high_flag == flag;
+__device__ __forceinline__ bool is_here(const Parcel& parcel, Flags flags) {
+  return parcel.low_flag == flags.low && parcel.high_flag == flags.high;
 }
 
 /// Half a pack: what one parcel carries.
@@ -72,11 +83,11 @@ __device__ __forceinline__ void store_half(T* data, uint64_t index, uint64_t num
   }
 }
 
-/// Two halves suffice without any clearing: half k % 2 is written again in call k + 2, after my kernel k + 1 has received
-/// data that every peer sent after its own kernel k had ended.
+/// Two halves suffice without any clearing: half k % 2 is written again in call k + 2, after my kernel k + 1
+/// has received data that every peer sent after its own kernel k had ended.
 ///
-/// Block 0 also announces the call in the peers' slots, relaxed and without waiting: what a wait that takes too long
-/// looks at, to tell who is missing or does something else.
+/// Block 0 also announces the call in the peers' slots, relaxed and without waiting: what a wait that takes
+/// too long looks at, to tell who is missing or does something else.
 template <class T, uint32_t kRanks>
 __global__ void __launch_bounds__(512) push_one_shot_kernel(const __grid_constant__ AllReduceParams p) {
   const auto* input = static_cast<const T*>(p.input);
@@ -87,7 +98,7 @@ __global__ void __launch_bounds__(512) push_one_shot_kernel(const __grid_constan
   const uint64_t first = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const uint64_t stride = uint64_t{gridDim.x} * blockDim.x;
   const uint32_t call = p.calls[0];
-  const uint32_t flag = call | 0x80000000u;  // never the zero of memory that nothing was sent to
+  const Flags flags(call, p.key);
   const uint64_t half = (call % kHalves) * p.half_bytes;
   const auto slot = [&](uint32_t owner, uint32_t source) {
     return reinterpret_cast<Parcel*>(p.area[owner] + half + source * p.slot_bytes);
@@ -97,7 +108,7 @@ __global__ void __launch_bounds__(512) push_one_shot_kernel(const __grid_constan
       const Half<T> data = load_half(input, i, p.numel);
 #pragma unroll
       for (uint32_t r = 0; r < world_size; ++r) {
-        if (r != rank) send(slot(r, rank) + i, *reinterpret_cast<const uint2*>(&data), flag);
+        if (r != rank) send(slot(r, rank) + i, *reinterpret_cast<const uint2*>(&data), flags);
       }
     }
     if (blockIdx.x == 0) p.pull.announce(p.key, DeviceWait(p.wait));
@@ -106,7 +117,7 @@ __global__ void __launch_bounds__(512) push_one_shot_kernel(const __grid_constan
   const auto missing = [&](uint64_t i) {
     uint64_t mask = 0;
     for (uint32_t r = 0; r < world_size; ++r) {
-      if (r != rank && !is_here(look(slot(rank, r) + i), flag)) mask |= uint64_t{1} << r;
+      if (r != rank && !is_here(look(slot(rank, r) + i), flags)) mask |= uint64_t{1} << r;
     }
     return mask;
   };
@@ -123,7 +134,7 @@ __global__ void __launch_bounds__(512) push_one_shot_kernel(const __grid_constan
           if (r != rank) parcels_of[r] = look(slot(rank, r) + i);
         }
 #pragma unroll
-        for (uint32_t r = 0; r < kRanks; ++r) here = here && (r == rank || is_here(parcels_of[r], flag));
+        for (uint32_t r = 0; r < kRanks; ++r) here = here && (r == rank || is_here(parcels_of[r], flags));
       }
       if (!here) return false;
       const Half<T> own = load_half(input, i, p.numel);
@@ -139,7 +150,7 @@ __global__ void __launch_bounds__(512) push_one_shot_kernel(const __grid_constan
           data = load_half(input, i, p.numel);
         } else {
           Parcel parcel = look(slot(rank, r) + i);
-          for (uint32_t polls = 0; !is_here(parcel, flag); ++polls) {
+          for (uint32_t polls = 0; !is_here(parcel, flags); ++polls) {
             if (polls >= kPollsBetweenChecks) return false;
             parcel = look(slot(rank, r) + i);
           }
@@ -167,12 +178,14 @@ __global__ void __launch_bounds__(512) push_one_shot_kernel(const __grid_constan
       while (complete && !receive(i)) {
         const uint64_t expected = Arrival{mine.epoch(rank), p.key}.pack();
         bool mismatch = false;
-        for (uint32_t r = 0; r < world_size; ++r) mismatch = mismatch || compare(mine.peek(r), expected) == Seen::kMismatch;
+        for (uint32_t r = 0; r < world_size; ++r)
+          mismatch = mismatch || compare(mine.peek(r), expected) == Seen::kMismatch;
         complete = escape::go_on(p.wait, mine, expected, mismatch, start, [&] { return missing(i); });
       }
     }
     if (!complete) {
-      for (uint64_t i = first; i < parcels; i += stride) store_half(output, i, p.numel, poison<Half<T>>(p.dtype));
+      for (uint64_t i = first; i < parcels; i += stride)
+        store_half(output, i, p.numel, poison<Half<T>>(p.dtype));
     }
   }
   touch(p.token);

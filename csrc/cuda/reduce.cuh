@@ -1,5 +1,5 @@
-// What the all-reduce kernels share: reduction of packs in rank order, the count of calls, and the choice among
-// instantiations.
+// What the all-reduce kernels share: reduction of packs in rank order, the count of calls, and the choice
+// among instantiations.
 #pragma once
 
 #include <stdexcept>
@@ -11,14 +11,16 @@
 
 namespace gpusync::cuda {
 
-/// Reduces packs (of any width) of `T` in the order in which they are added, in fp32 for the 16-bit types, rounding once.
+/// Reduces packs (of any width) of `T` in the order in which they are added, in fp32 for the 16-bit types,
+/// rounding once.
 template <class T, class P>
 class Reduction {
  public:
   using E = Element<T>;
   static constexpr uint32_t kItems = P::kItems;
 
-  __device__ __forceinline__ explicit Reduction(const AllReduceParams& p) : m_op(p.reduce_op), m_scale(p.scale) {}
+  __device__ __forceinline__ explicit Reduction(const AllReduceParams& p)
+      : m_op(p.reduce_op), m_scale(p.scale) {}
 
   __device__ __forceinline__ void first(const P& pack) {
 #pragma unroll
@@ -64,8 +66,8 @@ class Reduction {
   double m_scale;
 };
 
-/// Reduces what `part(r)` loads for every rank r. With the number of ranks known when compiling, all loads are in flight
-/// before the first is used.
+/// Reduces what `part(r)` loads for every rank r. With the number of ranks known when compiling, all loads
+/// are in flight before the first is used.
 template <class T, uint32_t kRanks, class Part>
 __device__ __forceinline__ Pack<T> reduce_ranks(const AllReduceParams& p, Part&& part) {
   Reduction<T, Pack<T>> sum(p);
@@ -98,8 +100,8 @@ __device__ __forceinline__ uint64_t packs_of(uint64_t numel) {
   return (numel + Pack<T>::kItems - 1) / Pack<T>::kItems;
 }
 
-/// Ends a call of several blocks: the last of them counts it. All blocks of the next call then agree on their half,
-/// however many either call has.
+/// Ends a call of several blocks: the last of them counts it. All blocks of the next call then agree on their
+/// half, however many either call has.
 __device__ __forceinline__ void finish_call(const AllReduceParams& p) {
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -110,8 +112,8 @@ __device__ __forceinline__ void finish_call(const AllReduceParams& p) {
   }
 }
 
-/// `Kernels<T, kRanks>::kernel` for the arguments. Unrolled over the ranks only for what models reduce all the time: sums
-/// of floating-point types up to 32 bits over 2, 4 or 8 ranks.
+/// `Kernels<T, kRanks>::kernel` for the arguments. Unrolled over the ranks only for what models reduce all
+/// the time: sums of floating-point types up to 32 bits over 2, 4 or 8 ranks.
 template <template <class, uint32_t> class Kernels, class T>
 AllReduceKernel choose_ranks(ReduceOp op, uint32_t world_size) {
   if constexpr (!std::is_integral_v<T> && sizeof(T) < 8) {

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(32) signal_kernel(const __grid_constant__ Sign
 
 __global__ void __launch_bounds__(32) wait_signal_kernel(const __grid_constant__ SignalParams p) {
   touch(p.token);
-  p.signals.wait(p.peer, p.key, DeviceWait(p.wait));
+  p.signals.wait(p.peer, p.key, DeviceWait(p.wait, uint64_t{1} << p.peer));
 }
 
 __global__ void push_epoch_kernel(PushController push, int32_t* token, int32_t* result) {
@@ -59,8 +59,8 @@ uint64_t pattern(uint32_t from, uint32_t to) { return 0x6770'7573'796e'0000u | f
 
 }  // namespace
 
-/// Kernels are loaded lazily; the first launch must not be the moment, for it may be in a capture, or beside a kernel of
-/// another rank that waits for this one.
+/// Kernels are loaded lazily; the first launch must not be the moment, for it may be in a capture, or beside
+/// a kernel of another rank that waits for this one.
 void Group::preload() const {
   load_kernel(sync_kernel<true, true>);
   load_kernel(sync_kernel<false, true>);
@@ -89,10 +89,13 @@ void Group::barrier(const Launch& launch, int64_t channel, bool fence) {
   fence ? sync<true, true>(launch, Op::kBarrier, channel) : sync<false, true>(launch, Op::kBarrier, channel);
 }
 
-void Group::pull_start(const Launch& launch, int64_t channel) { sync<false, true>(launch, Op::kPullStart, channel); }
+void Group::pull_start(const Launch& launch, int64_t channel) {
+  sync<false, true>(launch, Op::kPullStart, channel);
+}
 
 void Group::pull_end(const Launch& launch, int64_t channel, bool fence) {
-  fence ? sync<true, false>(launch, Op::kPullEnd, channel) : sync<false, false>(launch, Op::kPullEnd, channel);
+  fence ? sync<true, false>(launch, Op::kPullEnd, channel)
+        : sync<false, false>(launch, Op::kPullEnd, channel);
 }
 
 void Group::signal(const Launch& launch, int64_t destination, int64_t channel) {
@@ -156,7 +159,8 @@ std::vector<int64_t> Group::probe(int phase) {
       const uint32_t owner_rank = phase == 1 ? me : r;
       const uint32_t writer = phase == 1 ? r : me;
       expected = pattern(writer, owner_rank);
-      probe_read<<<1, 1, 0, cudaStreamPerThread>>>(in_pad<uint64_t>(owner_rank, m_layout.probe(writer)), result);
+      probe_read<<<1, 1, 0, cudaStreamPerThread>>>(in_pad<uint64_t>(owner_rank, m_layout.probe(writer)),
+                                                   result);
       status = cudaMemcpyAsync(&seen, result, sizeof seen, cudaMemcpyDeviceToHost, cudaStreamPerThread);
       if (status == cudaSuccess) status = cudaStreamSynchronize(cudaStreamPerThread);
     }

@@ -1,5 +1,5 @@
-// Who takes part in one controller call: a thread block on the device, a single thread on the host. The controllers are
-// written as "every lane takes its share of the peers"; on the host one lane takes them all.
+// Who takes part in one controller call: a thread block on the device, a single thread on the host. The
+// controllers are written as "every lane takes its share of the peers"; on the host one lane takes them all.
 #pragma once
 
 #include "gpusync/layout.h"

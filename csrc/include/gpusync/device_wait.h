@@ -1,8 +1,10 @@
-// The bounded wait of kernels: poll, look at the clock now and then, and leave a record instead of hanging or trapping.
+// The bounded wait of kernels: poll, look at the clock now and then, and leave a record instead of hanging or
+// trapping.
 //
-// Every rank's pad has a status word. A wait that expires claims the decision in rank 0's pad, tells all ranks that it
-// is deciding, and gives late ranks time to show up; then either the group lives on, or it is broken for everybody:
-// waits end, kernels return at once, and the host finds the record in memory that all ranks' hosts share.
+// Every rank's pad has a status word. A wait that expires claims the decision in rank 0's pad, tells all
+// ranks that it is deciding, and gives late ranks time to show up; then either the group lives on, or it is
+// broken for everybody: waits end, kernels return at once, and the host finds the record in memory that all
+// ranks' hosts share.
 #pragma once
 
 #include "gpusync/block.h"
@@ -15,10 +17,11 @@ enum class DeviceStatus : uint32_t { kWhole = 0, kDeciding = 1, kBroken = 2 };
 
 enum class DeviceReason : uint32_t { kNone = 0, kTimeout = 1, kMismatch = 2, kBadOffset = 3 };
 
-/// Why a group broke on the device: in host memory that is mapped into every rank's device. Written once, `reason` last.
+/// Why a group broke on the device: in host memory that is mapped into every rank's device. Written once,
+/// `reason` last.
 struct DeviceFailure {
-  uint32_t reason;  // DeviceReason; not kNone: the record is complete
-  uint32_t rank;    // who reports
+  uint32_t reason;   // DeviceReason; not kNone: the record is complete
+  uint32_t rank;     // who reports
   uint64_t missing;  // mask of the ranks that had not come
   uint64_t waited_ns;
   uint32_t epoch;
@@ -30,10 +33,10 @@ struct DeviceFailure {
 
 /// Where a wait turns when it expires. In device memory, so that kernel parameters stay small.
 struct WaitEscape {
-  uint32_t* claim;               // in rank 0's pad: 0, or 1 + the rank that decides
-  uint32_t* status[kMaxRanks];   // every rank's pad
-  DeviceFailure* failure;        // host memory
-  const uint64_t* timeout_ns;    // host memory: a new timeout holds for captured graphs too
+  uint32_t* claim;              // in rank 0's pad: 0, or 1 + the rank that decides
+  uint32_t* status[kMaxRanks];  // every rank's pad
+  DeviceFailure* failure;       // host memory
+  const uint64_t* timeout_ns;   // host memory: a new timeout holds for captured graphs too
   uint32_t rank;
   uint32_t world_size;
 };
@@ -50,8 +53,8 @@ struct WaitContext {
 /// The slow half of a wait.
 namespace escape {
 
-// How long the deciding rank waits for arrivals that were under way when it announced its decision: longer than any
-// time slice in which a peer's kernel may be held between looking at its status word and arriving.
+// How long the deciding rank waits for arrivals that were under way when it announced its decision: longer
+// than any time slice in which a peer's kernel may be held between looking at its status word and arriving.
 inline constexpr uint64_t kGraceNs = 100'000'000;
 // A decision that takes longer is one whose rank has died.
 inline constexpr uint64_t kDecisionLimitNs = 800'000'000;
@@ -86,8 +89,9 @@ __device__ __forceinline__ bool claim(const WaitEscape& group) {
   return before == 0;
 }
 
-__device__ __forceinline__ void write_failure(const WaitContext& context, DeviceReason reason, uint64_t missing,
-                                              uint64_t waited, uint64_t expected, const Semaphore* mine) {
+__device__ __forceinline__ void write_failure(const WaitContext& context, DeviceReason reason,
+                                              uint64_t missing, uint64_t waited, uint64_t expected,
+                                              const Semaphore* mine) {
   const WaitEscape& group = *context.escape;
   volatile DeviceFailure* failure = group.failure;
   failure->rank = group.rank;
@@ -114,8 +118,8 @@ __device__ __forceinline__ bool settle(const WaitContext& context) {
   }
 }
 
-/// Is a wait that began at `start` still worth it? False: the group is broken, by this wait or by another. `missing()`
-/// tells, as a mask, which ranks have not come.
+/// Is a wait that began at `start` still worth it? False: the group is broken, by this wait or by another.
+/// `missing()` tells, as a mask, which ranks have not come.
 template <class Missing>
 __device__ __forceinline__ bool go_on(const WaitContext& context, const Semaphore& mine, uint64_t expected,
                                       bool mismatch, uint64_t start, Missing&& missing) {
@@ -137,7 +141,8 @@ __device__ __forceinline__ bool go_on(const WaitContext& context, const Semaphor
     store(group.claim, 0);
     return true;  // and find the arrival at the next poll
   }
-  write_failure(context, mismatch ? DeviceReason::kMismatch : DeviceReason::kTimeout, absent, waited, expected, &mine);
+  write_failure(context, mismatch ? DeviceReason::kMismatch : DeviceReason::kTimeout, absent, waited,
+                expected, &mine);
   announce(group, DeviceStatus::kBroken);
   return false;
 }
@@ -154,10 +159,14 @@ __device__ __forceinline__ void fail(const WaitContext& context, DeviceReason re
 /// The `Wait` that controllers are given in kernels: one for each lane, made in the kernel.
 class DeviceWait {
  public:
-  __device__ __forceinline__ explicit DeviceWait(const WaitContext& context) : m_context(context) {}
+  /// `awaited`: mask of the ranks whose arrival the call needs, for the error message.
+  __device__ __forceinline__ explicit DeviceWait(const WaitContext& context, uint64_t awaited = ~uint64_t{0})
+      : m_context(context), m_awaited(awaited) {}
 
   /// Looked at before arriving, so that a rank which comes after its peers gave up neither waits nor passes.
-  __device__ __forceinline__ bool ready() const { return escape::status(m_context.status) == DeviceStatus::kWhole; }
+  __device__ __forceinline__ bool ready() const {
+    return escape::status(m_context.status) == DeviceStatus::kWhole;
+  }
 
   __device__ __forceinline__ void notify(uint32_t) const {}
 
@@ -180,7 +189,7 @@ class DeviceWait {
         for (uint32_t r = 0; r < m_context.escape->world_size; ++r) {
           if (!reached(mine.peek(r), expected)) mask |= uint64_t{1} << r;
         }
-        return mask;
+        return mask & m_awaited;
       };
       if (!escape::go_on(m_context, mine, expected, seen == Seen::kMismatch, start, missing)) return false;
     }
@@ -200,11 +209,13 @@ class DeviceWait {
   __device__ __forceinline__ static Seen poll(const Semaphore& mine, uint32_t peer, uint64_t expected) {
     uint64_t seen = mine.peek(peer);
 #pragma unroll 1
-    for (uint32_t polls = 0; !reached(seen, expected) && polls < kPollsBetweenChecks; ++polls) seen = mine.peek(peer);
+    for (uint32_t polls = 0; !reached(seen, expected) && polls < kPollsBetweenChecks; ++polls)
+      seen = mine.peek(peer);
     return compare(seen, expected);
   }
 
   const WaitContext& m_context;
+  const uint64_t m_awaited;
 };
 
 #endif  // __CUDACC__

@@ -1,5 +1,5 @@
-// What a rank is doing in a call, in 32 bits: beside the epoch in every slot, so that ranks which call different things
-// find out instead of exchanging garbage.
+// What a rank is doing in a call, in 32 bits: beside the epoch in every slot, so that ranks which call
+// different things find out instead of exchanging garbage.
 #pragma once
 
 #include "gpusync/layout.h"
@@ -32,11 +32,13 @@ struct CallKey {
   ReduceOp reduce_op = ReduceOp::kSum;
   Algo algo = Algo::kNone;
   uint64_t numel = 0;
-  uint32_t skipped = 0;  // zero-size calls so far: they advance nothing, yet must not let the ranks slip apart
+  uint32_t skipped =
+      0;  // zero-size calls so far: they advance nothing, yet must not let the ranks slip apart
 };
 
-/// op 5 bits, fence 1, dtype 4, reduce_op 3, algo 3 as they are, so that a debugger can read them; the sizes as a 16-bit
-/// hash (multiplication by 2^64 / golden ratio, Knuth, The Art of Computer Programming 3, section 6.4).
+/// op 5 bits, fence 1, dtype 4, reduce_op 3, algo 3 as they are, so that a debugger can read them; the sizes
+/// as a 16-bit hash (multiplication by 2^64 / golden ratio, Knuth, The Art of Computer Programming 3,
+/// section 6.4).
 GPUSYNC_HD constexpr uint32_t fingerprint(const CallKey& key) {
   const uint64_t sizes = (key.numel + (uint64_t{key.skipped} << 40)) * 0x9E3779B97F4A7C15u;
   return static_cast<uint32_t>(key.op) << 27 | static_cast<uint32_t>(key.fence) << 26 |
@@ -47,8 +49,12 @@ GPUSYNC_HD constexpr uint32_t fingerprint(const CallKey& key) {
 // What of a fingerprint can be read back.
 GPUSYNC_HD constexpr Op op_of(uint32_t fingerprint) { return static_cast<Op>(fingerprint >> 27); }
 GPUSYNC_HD constexpr bool fence_of(uint32_t fingerprint) { return (fingerprint >> 26 & 1) != 0; }
-GPUSYNC_HD constexpr DType dtype_of(uint32_t fingerprint) { return static_cast<DType>(fingerprint >> 22 & 0xf); }
-GPUSYNC_HD constexpr ReduceOp reduce_op_of(uint32_t fingerprint) { return static_cast<ReduceOp>(fingerprint >> 19 & 7); }
+GPUSYNC_HD constexpr DType dtype_of(uint32_t fingerprint) {
+  return static_cast<DType>(fingerprint >> 22 & 0xf);
+}
+GPUSYNC_HD constexpr ReduceOp reduce_op_of(uint32_t fingerprint) {
+  return static_cast<ReduceOp>(fingerprint >> 19 & 7);
+}
 GPUSYNC_HD constexpr Algo algo_of(uint32_t fingerprint) { return static_cast<Algo>(fingerprint >> 16 & 7); }
 
 }  // namespace gpusync

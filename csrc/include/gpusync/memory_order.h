@@ -1,13 +1,13 @@
-// The only loads and stores that touch peer-visible words. One name each, two implementations: PTX at system scope on
-// the device, std::atomic_ref on the host.
+// The only loads and stores that touch peer-visible words. One name each, two implementations: PTX at system
+// scope on the device, std::atomic_ref on the host.
 //
-// Device: everything is `.sys`, because a peer may be another GPU and a narrower scope would be a data race in the PTX
-// memory model; the "memory" clobber keeps the compiler from moving ordinary accesses across.
-// Host: a publish is sequentially consistent whatever its fence, because a rank that publishes then looks whether the
-// reader sleeps and whether the group still lives, and those must not be swapped (cpu/wait.h, cpu/failure.cpp). So is
-// the acquire: the reader's side of the same two handshakes writes first and reads the slot then, and a mere acquire
-// load may overtake that write where the machine has such loads (ARMv8.3). The order stands on the operation and not on
-// a separate fence: ThreadSanitizer does not model fences.
+// Device: everything is `.sys`, because a peer may be another GPU and a narrower scope would be a data race
+// in the PTX memory model; the "memory" clobber keeps the compiler from moving ordinary accesses across.
+// Host: a publish is sequentially consistent whatever its fence, because a rank that publishes then looks
+// whether the reader sleeps and whether the group still lives, and those must not be swapped (cpu/wait.h,
+// cpu/failure.cpp). So is the acquire: the reader's side of the same two handshakes writes first and reads
+// the slot then, and a mere acquire load may overtake that write where the machine has such loads (ARMv8.3).
+// The order stands on the operation and not on a separate fence: ThreadSanitizer does not model fences.
 #pragma once
 
 #include "gpusync/layout.h"
@@ -18,8 +18,8 @@
 
 namespace gpusync {
 
-/// Makes `value` visible to the peer that reads `word`. With kFence, all that this thread (and, behind a block barrier,
-/// its block) wrote before is visible to whoever acquires the value.
+/// Makes `value` visible to the peer that reads `word`. With kFence, all that this thread (and, behind a
+/// block barrier, its block) wrote before is visible to whoever acquires the value.
 template <bool kFence>
 GPUSYNC_HD void publish(uint64_t* word, uint64_t value) {
 #if defined(__CUDA_ARCH__)
@@ -44,8 +44,8 @@ GPUSYNC_HD uint64_t observe(const uint64_t* word) {
 #endif
 }
 
-/// Reads a word and takes over what its publisher had released: once, after polling has seen the value. (An acquire
-/// inside the polling loop would invalidate L1 at every turn.)
+/// Reads a word and takes over what its publisher had released: once, after polling has seen the value. (An
+/// acquire inside the polling loop would invalidate L1 at every turn.)
 GPUSYNC_HD uint64_t acquire(const uint64_t* word) {
 #if defined(__CUDA_ARCH__)
   uint64_t value;

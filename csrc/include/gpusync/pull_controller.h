@@ -7,12 +7,12 @@
 
 namespace gpusync {
 
-/// A pull kernel has two synchronisation points: at its start every peer's input must be ready to be read, at its end
-/// every peer must have finished reading before inputs are reused. Each point is a complete barrier of all ranks on an
-/// epoch of its own, so that two starts in a row wait twice and a lone end waits once.
+/// A pull kernel has two synchronisation points: at its start every peer's input must be ready to be read, at
+/// its end every peer must have finished reading before inputs are reused. Each point is a complete barrier
+/// of all ranks on an epoch of its own, so that two starts in a row wait twice and a lone end waits once.
 ///
-/// A wait is bounded by the `Wait` that the caller passes (wait.h says what it has to be): `gpusync::cpu::Wait` for
-/// processes, `gpusync::DeviceWait` for kernels.
+/// A wait is bounded by the `Wait` that the caller passes (wait.h says what it has to be):
+/// `gpusync::cpu::Wait` for processes, `gpusync::DeviceWait` for kernels.
 class PullController {
  public:
   static constexpr uint32_t kStages = 2;
@@ -23,14 +23,14 @@ class PullController {
     for (uint32_t r = 0; r < world_size; ++r) m_rows[r] = rows[r];
   }
 
-  /// Waits until every rank has called it as often as I have. All lanes of a block call it together, and every rank
-  /// runs the same number of blocks.
+  /// Waits until every rank has called it as often as I have. All lanes of a block call it together, and
+  /// every rank runs the same number of blocks.
   ///
-  /// kFence: what any rank's block wrote before is visible to all ranks' blocks after (release arrival, acquire).
-  /// Without it the arrival is relaxed: nobody passes before all have arrived, but the ranks' data is ordered only as
-  /// far as a kernel boundary orders it: the writes of *earlier* kernels of the arriving rank's stream. That holds on
-  /// the hardware, is not promised by the PTX model, and does not hold with programmatic dependent launch.
-  /// kStart: the start stage; otherwise the end stage.
+  /// kFence: what any rank's block wrote before is visible to all ranks' blocks after (release arrival,
+  /// acquire). Without it the arrival is relaxed: nobody passes before all have arrived, but the ranks' data
+  /// is ordered only as far as a kernel boundary orders it: the writes of *earlier* kernels of the arriving
+  /// rank's stream. That holds on the hardware, is not promised by the PTX model, and does not hold with
+  /// programmatic dependent launch. kStart: the start stage; otherwise the end stage.
   ///
   /// `fingerprint` says what this call is (fingerprint.h); a rank that passes another value is a mismatch.
   /// Returns false on all lanes when the wait was given up: no data of a peer may be used then.
@@ -49,7 +49,8 @@ class PullController {
       complete = wait.until(mine, peer, expected);
     }
     // Trailing barrier: without it lanes that wait for nobody would run ahead into the next stage.
-    if (block::barrier_and(complete)) [[likely]] return true;
+    if (block::barrier_and(complete)) [[likely]]
+      return true;
 
     // Everything slow comes after everything fast, so that a launch fetches the fast instructions alone.
     complete = arrived || wait.settle();
@@ -60,17 +61,20 @@ class PullController {
     return block::barrier_and(complete);
   }
 
-  /// Tells all ranks what I am calling, in the start stage, relaxed and without waiting for anybody. For calls that
-  /// synchronise by their data: a wait for the data that takes too long finds here who has not come, or calls
-  /// something else.
+  /// Tells all ranks what I am calling, in the start stage, relaxed and without waiting for anybody. For
+  /// calls that synchronise by their data: a wait for the data that takes too long finds here who has not
+  /// come, or calls something else.
   template <class Wait>
   GPUSYNC_HD void announce(uint32_t fingerprint, Wait&& wait, uint32_t index = block::index()) const {
     Semaphore& mine = semaphore<true>(m_rank, index);
-    arrive<false, true>(mine, Arrival{mine.epoch(block::lane() % kMaxRanks) + 1, fingerprint}.pack(), index, wait);
+    arrive<false, true>(mine, Arrival{mine.epoch(block::lane() % kMaxRanks) + 1, fingerprint}.pack(), index,
+                        wait);
   }
 
   /// My own semaphore of the start stage.
-  GPUSYNC_HD const Semaphore& own(uint32_t index = block::index()) const { return semaphore<true>(m_rank, index); }
+  GPUSYNC_HD const Semaphore& own(uint32_t index = block::index()) const {
+    return semaphore<true>(m_rank, index);
+  }
 
   GPUSYNC_HD uint32_t rank() const { return m_rank; }
   GPUSYNC_HD uint32_t world_size() const { return m_world_size; }

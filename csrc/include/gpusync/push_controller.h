@@ -5,10 +5,10 @@
 
 namespace gpusync {
 
-/// In a push kernel a peer's data is itself the signal, so there is no barrier to count calls by: each block counts
-/// them, in memory of its own. Call k writes and reads half k % 2. Two halves suffice as long as in every call every
-/// rank receives something from every rank: nobody starts call k + 2 before it has received every peer's data of call
-/// k + 1, and that was sent after the peer had finished with call k.
+/// In a push kernel a peer's data is itself the signal, so there is no barrier to count calls by: each block
+/// counts them, in memory of its own. Call k writes and reads half k % 2. Two halves suffice as long as in
+/// every call every rank receives something from every rank: nobody starts call k + 2 before it has received
+/// every peer's data of call k + 1, and that was sent after the peer had finished with call k.
 class PushController {
  public:
   /// `calls`: one counter for each block, in the owner's memory, zero at first.
@@ -26,7 +26,8 @@ class PushController {
     if (block::lane() == 0) exit_unsafe(block::index());
   }
 
-  /// Ends the call of block `index` without a barrier: one lane, after the block has been ordered in another way.
+  /// Ends the call of block `index` without a barrier: one lane, after the block has been ordered in another
+  /// way.
   GPUSYNC_HD void exit_unsafe(uint32_t index) const { m_calls[index] += 1; }
 
  private:

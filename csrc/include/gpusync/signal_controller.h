@@ -7,8 +7,8 @@
 
 namespace gpusync {
 
-/// One rank's side of all its signals on one channel: the slots its peers signal into, and what it has sent and
-/// consumed so far. The counters are monotonic; only their owner reads or writes them.
+/// One rank's side of all its signals on one channel: the slots its peers signal into, and what it has sent
+/// and consumed so far. The counters are monotonic; only their owner reads or writes them.
 struct Mailbox {
   Semaphore inbox;
   uint32_t sent[kMaxRanks];
@@ -23,8 +23,8 @@ class SignalController {
     for (uint32_t r = 0; r < world_size; ++r) m_mailboxes[r] = mailboxes[r];
   }
 
-  /// Adds one to the counter that `destination` waits on. What this block wrote before is visible to the rank that
-  /// consumes the signal (release). All lanes of one block call it.
+  /// Adds one to the counter that `destination` waits on. What this block wrote before is visible to the rank
+  /// that consumes the signal (release). All lanes of one block call it.
   template <class Wait>
   GPUSYNC_HD void signal(uint32_t destination, uint32_t fingerprint, Wait&& wait) const {
     block::barrier();
