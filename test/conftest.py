@@ -15,7 +15,7 @@ from collections.abc import Generator
 
 import pytest
 
-_TEST_LIMIT = 240.0  # seconds; `run_ranks` has a tighter one of its own, this catches what hangs outside it
+_TEST_LIMIT = 400.0  # seconds; `run_ranks` has a tighter one of its own, this catches what hangs outside it
 
 # A folder of an earlier session could hide that a compilation goes wrong, or serve code compiled for another
 # schema.

@@ -15,6 +15,7 @@ from ordering_designs import MEMBERS, Shipped
 from torch import Tensor
 
 ROUNDS = 4
+PAIR_ROUNDS = 3  # of two_groups, which does twice as much in each
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def _two_groups(design: Shipped, x: Tensor, w: Tensor) -> list[Tensor]:
     it a choice, and with one sum it has one (returning all the reads would hide the wrong designs).
     """
     total = torch.zeros_like(x)
-    for _ in range(ROUNDS):
+    for _ in range(PAIR_ROUNDS):
         x = x + 1
         for pair in design.pairs:
             design.put(pair, x @ w)
@@ -74,7 +75,7 @@ def _two_groups(design: Shipped, x: Tensor, w: Tensor) -> list[Tensor]:
 
 def _two_groups_expect(rank: int, value: Callable[[int], float]) -> list[float]:
     partners = [a + b - rank for a, b in (MEMBERS["left"], MEMBERS["right"]) if rank in (a, b)]
-    return [float(sum(4 * (value(partner) + k + 1) for k in range(2 * ROUNDS) for partner in partners))]
+    return [float(sum(4 * (value(partner) + k + 1) for k in range(2 * PAIR_ROUNDS) for partner in partners))]
 
 
 PROGRAMS = {

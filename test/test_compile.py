@@ -21,7 +21,7 @@ Findings = list[dict[str, list[str]]]  # of each rank, by case
 def trained(request: pytest.FixtureRequest) -> Findings:
     """All cases in one set of processes, because compiling is what takes the time."""
     backend, dynamic = request.param
-    findings: Findings = run_ranks(check_training, 3, backend, dynamic, timeout=200)
+    findings: Findings = run_ranks(check_training, 3, backend, dynamic, timeout=300)
     return findings
 
 

@@ -33,7 +33,7 @@ def ordering_findings(
     design: str, backend: str, dynamic: bool, programs: tuple[str, ...], timeout: float
 ) -> Findings:
     """The one function that the shipped and the wrong designs go through."""
-    return run_ranks(check_programs, 3, design, backend, dynamic, programs, timeout, timeout=200)
+    return run_ranks(check_programs, 3, design, backend, dynamic, programs, timeout, timeout=300)
 
 
 def assert_right(findings: Findings, program: str) -> None:

@@ -126,7 +126,7 @@ def _ranks_against_fake(rank: int) -> None:
 
 
 def test_opcheck_in_step_on_three_ranks() -> None:
-    run_ranks(_ranks_opcheck, 3, timeout=150)
+    run_ranks(_ranks_opcheck, 3, timeout=200)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])  # with one rank, returning the input would be tempting
