@@ -28,7 +28,8 @@ def load() -> None:
     """Register the library's ops with the dispatcher.
 
     Raises:
-        ImportError: the library was not built, or does not fit this torch; the message lists the likely causes.
+        ImportError: the library was not built, or does not fit this torch; the message lists the likely
+        causes.
     """
     library = path()
     try:

@@ -19,12 +19,19 @@ class PeerMemory(Protocol):
     """How the ranks of a group map one another's memory."""
 
     def allocate(
-        self, meeting: Rendezvous, nbytes: int, device: torch.device, what: str, group: str, deadline: Deadline
+        self,
+        meeting: Rendezvous,
+        nbytes: int,
+        device: torch.device,
+        what: str,
+        group: str,
+        deadline: Deadline,
     ) -> tuple[torch.Tensor, list[int], Any]:
         """Zeroed memory of ``nbytes`` on every rank. Collective.
 
         Returns:
-            My part (uint8), the address of every rank's part in this process, and what keeps the mappings alive.
+            My part (uint8), the address of every rank's part in this process, and what keeps the mappings
+            alive.
         """
 
 
@@ -45,7 +52,13 @@ class SharedBetweenProcesses:
         self._group_name = group_name
 
     def allocate(
-        self, meeting: Rendezvous, nbytes: int, device: torch.device, what: str, group: str, deadline: Deadline
+        self,
+        meeting: Rendezvous,
+        nbytes: int,
+        device: torch.device,
+        what: str,
+        group: str,
+        deadline: Deadline,
     ) -> tuple[torch.Tensor, list[int], Any]:
         import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -73,7 +86,13 @@ class SharedInProcess:
         self._parts: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 
     def allocate(
-        self, meeting: Rendezvous, nbytes: int, device: torch.device, what: str, group: str, deadline: Deadline
+        self,
+        meeting: Rendezvous,
+        nbytes: int,
+        device: torch.device,
+        what: str,
+        group: str,
+        deadline: Deadline,
     ) -> tuple[torch.Tensor, list[int], Any]:
         memory, problem = None, ""
         try:

@@ -368,14 +368,14 @@ class SyncGroup:
         Args:
             x: float32, float64, float16, bfloat16, int32 or int64, any shape and strides, the same on all
                 ranks.
-            reduce_op: ``sum``, ``max``, ``min`` or, for floating point, ``avg`` (the sum times 1/world_size), in
-                rank order; the 16-bit types are reduced in float32 and rounded once.
+            reduce_op: ``sum``, ``max``, ``min`` or, for floating point, ``avg`` (the sum times 1/world_size),
+                in rank order; the 16-bit types are reduced in float32 and rounded once.
             algo: ``pull_one_shot`` (stage, meet, read all), ``pull_two_shot`` (each rank reduces its share),
                 ``push_one_shot`` (write to all), or ``auto`` by size. All give the same bits.
 
         Returns:
-            A contiguous tensor of x's shape and dtype. Gradient (sum and avg): all_reduce of the gradients with
-            the same reduce_op.
+            A contiguous tensor of x's shape and dtype. Gradient (sum and avg): all_reduce of the gradients
+            with the same reduce_op.
 
         Raises:
             SyncError: unknown dtype, reduce_op or algo. SyncTimeoutError, SyncMismatchError: see the classes.

@@ -105,8 +105,8 @@ def _like(token: Tensor, group_name: str, x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-# Gradients. `torch.library.register_autograd` refuses ops that mutate an argument; a Python kernel on the Autograd key
-# does not, and is traced through by AOTAutograd like any other.
+# Gradients. `torch.library.register_autograd` refuses ops that mutate an argument; a Python kernel on the
+# Autograd key does not, and is traced through by AOTAutograd like any other.
 
 
 class _AllReduce(torch.autograd.Function):
@@ -114,10 +114,11 @@ class _AllReduce(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, token: Tensor, group_name: str, reduce_op: str, algo: str) -> Tensor:
         ctx.token, ctx.group_name, ctx.reduce_op, ctx.algo = token, group_name, reduce_op, algo
         with torch._C._AutoDispatchBelowAutograd():
-            return ops.all_reduce.default(token, group_name, x, reduce_op, algo)
+            result: Tensor = ops.all_reduce.default(token, group_name, x, reduce_op, algo)
+        return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.reduce_op not in ("sum", "avg"):
             raise RuntimeError(
                 f"gpusync: all_reduce has no gradient for reduce_op='{ctx.reduce_op}': detach its input"
@@ -135,9 +136,11 @@ def _all_reduce_autograd(
     token: Tensor, group_name: str, x: Tensor, reduce_op: str = "sum", algo: str = "auto"
 ) -> Tensor:
     if x.requires_grad and torch.is_grad_enabled():
-        return _AllReduce.apply(x, token, group_name, reduce_op, algo)  # type: ignore[no-any-return]
+        result: Tensor = _AllReduce.apply(x, token, group_name, reduce_op, algo)
+        return result
     with torch._C._AutoDispatchBelowAutograd():
-        return ops.all_reduce.default(token, group_name, x, reduce_op, algo)
+        result = ops.all_reduce.default(token, group_name, x, reduce_op, algo)
+    return result
 
 
 class _CopyToRanks(torch.autograd.Function):
@@ -147,7 +150,7 @@ class _CopyToRanks(torch.autograd.Function):
         return x.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ops.all_reduce.default(ctx.token, ctx.group_name, grad), None, None
 
 
@@ -155,10 +158,11 @@ class _ReduceFromRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Tensor, group_name: str) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
-            return ops.all_reduce.default(token, group_name, x)
+            result: Tensor = ops.all_reduce.default(token, group_name, x)
+        return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, None, None
 
 
@@ -167,15 +171,18 @@ def _copy(token: Tensor, group_name: str, x: Tensor) -> Tensor:
 
 
 def _copy_autograd(token: Tensor, group_name: str, x: Tensor) -> Tensor:
-    return _CopyToRanks.apply(x, token, group_name)  # type: ignore[no-any-return]
+    result: Tensor = _CopyToRanks.apply(x, token, group_name)
+    return result
 
 
 def _reduce(token: Tensor, group_name: str, x: Tensor) -> Tensor:
-    return ops.all_reduce.default(token, group_name, x)  # type: ignore[no-any-return]
+    result: Tensor = ops.all_reduce.default(token, group_name, x)
+    return result
 
 
 def _reduce_autograd(token: Tensor, group_name: str, x: Tensor) -> Tensor:
-    return _ReduceFromRanks.apply(x, token, group_name)  # type: ignore[no-any-return]
+    result: Tensor = _ReduceFromRanks.apply(x, token, group_name)
+    return result
 
 
 _lib.impl("all_reduce", _all_reduce_autograd, "Autograd")

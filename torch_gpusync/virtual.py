@@ -44,11 +44,12 @@ def virtual_ranks(
     The ranks go through the same protocol, over the same kind of memory, as ranks in processes do. Rank r's
     name is ``name/r`` and it has an ordering token of its own.
 
-    On the CPU each rank is used by a thread of its own. On a GPU each has a stream, ``sync.stream``, which its
-    ops and the work around them have to run on (``with torch.cuda.stream(sync.stream)``); one thread can drive
-    them all, for no op waits on the host. More than 8 streams need ``CUDA_DEVICE_MAX_CONNECTIONS=32`` in the
-    environment before CUDA is initialised, or ranks may wait for ranks behind them in one hardware queue.
-    Buffers are made by all ranks at the same time, each from its thread, or with :func:`virtual_buffers`.
+    On the CPU each rank is used by a thread of its own. On a GPU each has a stream, ``sync.stream``, which
+    its ops and the work around them have to run on (``with torch.cuda.stream(sync.stream)``); one thread can
+    drive them all, for no op waits on the host. More than 8 streams need ``CUDA_DEVICE_MAX_CONNECTIONS=32``
+    in the environment before CUDA is initialised, or ranks may wait for ranks behind them in one hardware
+    queue. Buffers are made by all ranks at the same time, each from its thread, or with
+    :func:`virtual_buffers`.
 
     Args:
         n: number of ranks, 1 to 64; on a GPU 1 to 32.

@@ -1,7 +1,7 @@
 """Megatron's conjugate operators f and g (Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3).
 
-In tensor parallelism the output, and so its gradient, is the same on all ranks. The gradient of a plain all_reduce
-would then count every rank's copy and come out ``world_size`` times too large; these two do not.
+In tensor parallelism the output, and so its gradient, is the same on all ranks. The gradient of a plain
+all_reduce would then count every rank's copy and come out ``world_size`` times too large; these two do not.
 """
 
 import torch
