@@ -7,6 +7,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from torch_gpusync import tuning
 from torch_gpusync.errors import SyncError
 from torch_gpusync.ops import ops
 from torch_gpusync.rendezvous import Deadline, Rendezvous
@@ -163,6 +164,7 @@ def attach(
         problem = str(error)
     meeting.confirm(problem, "SyncGroup", shared_name, deadline)
     _probe(meeting, name, shared_name, deadline)
+    ops._cuda_tune(name, tuning.find(properties.name, ranks_on_gpu, meeting.world_size))
     return keep_alive
 
 

@@ -139,8 +139,7 @@ def _all_reduce_autograd(
         result: Tensor = _AllReduce.apply(x, token, group_name, reduce_op, algo)
         return result
     with torch._C._AutoDispatchBelowAutograd():
-        result = ops.all_reduce.default(token, group_name, x, reduce_op, algo)
-    return result
+        return ops.all_reduce.default(token, group_name, x, reduce_op, algo)  # type: ignore[no-any-return]
 
 
 class _CopyToRanks(torch.autograd.Function):

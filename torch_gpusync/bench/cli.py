@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from . import cuda, mps
+from . import cuda, mps, tune
 from . import plan as plans
 from .cpu import run_rank
 from .decode import HIDDEN
@@ -40,6 +40,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     progress = _Progress()
     progress.line(plans.machine())
+    if options.tune:
+        if options.device != "cuda":
+            parser.error("--tune is for GPUs: add --device cuda")
+        return _tune(options.tune, ranks, progress)
     measurements: list[Measurement] = []
     failed = False
     try:
@@ -90,6 +94,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sample", type=float, help=f"seconds of one sample (default: {Sampling.sample_s})")
     parser.add_argument("--quick", action="store_true", help="few and short samples: to see that it works")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as a list of objects")
+    parser.add_argument(
+        "--tune",
+        type=Path,
+        metavar="FILE",
+        help="instead, write a table of the fastest all-reduce choices (GPUs)",
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (needs matplotlib)")
     return parser
 
@@ -194,6 +204,27 @@ def _measure_on_gpus(ranks: list[int], plan: Plan, progress: _Progress) -> list[
                     size = f" {plans.human(m.bytes)}" if m.bytes else ""
                     progress.line(f"  {n} ranks: {m.op}{size}, {m.impl}, {m.mode}: {m.median_us:.2f} µs")
     return with_best_of(measurements, "symm_mem")
+
+
+def _tune(path: Path, ranks: list[int], progress: _Progress) -> int:
+    """One table, for ranks with a GPU each or for ranks that share one."""
+    count = torch.cuda.device_count()
+    own_gpu = max(ranks) <= count
+    if not own_gpu and count > 1:
+        progress.line(f"--tune: for ranks that share a GPU, let this process see one (it sees {count})")
+        return 2
+    rows = {}
+    with contextlib.nullcontext("") if own_gpu else mps.running() as situation:
+        progress.line(f"{plans.gpus()} {situation}".rstrip())
+        for n in ranks:
+            try:
+                rows[n] = launch(tune.run_rank, n, own_gpu, on_progress=progress.line)[0]
+            except RankFailure as failure:
+                progress.line(f"{failure}\n{failure.details}".rstrip())
+                return 1
+    name = torch.cuda.get_device_name(0)
+    tune.write(path, name, 1 if own_gpu else max(ranks), f"{plans.gpus()}, torch {torch.__version__}", rows)
+    return 0
 
 
 def _show_ranks(progress: _Progress, n: int, text: str) -> None:

@@ -47,7 +47,8 @@ def run_rank(context: Context, plan: Plan) -> list[tuple[Case, list[Series]]]:
         dist.destroy_process_group()
 
 
-def _meet() -> None:
+def meet() -> None:
+    """Ranks and devices: nobody goes on before all have come and finished."""
     torch.cuda.synchronize()
     dist.all_reduce(torch.zeros(1))  # a CPU tensor: Gloo
 
@@ -73,17 +74,17 @@ def _run_case(context: Context, plan: Plan, case: Case, sync: SyncGroup, peers: 
 
     progress("warming up")
     subjects = _subjects(case, sync, peers)
-    series = measure(subjects, plan.sampling, timer=_timer, meet=_meet, agree=_greatest, progress=progress)
+    series = measure(subjects, plan.sampling, timer=_timer, meet=meet, agree=_greatest, progress=progress)
     if case.op == "barrier":
         series += _host_times(sync, peers)
     return series
 
 
-def _graph(call: Callable[[], object], calls: int = GRAPH_CALLS) -> Callable[[], None]:
+def graph_of(call: Callable[[], object], calls: int = GRAPH_CALLS) -> Callable[[], None]:
     """``calls`` calls in one CUDA graph."""
     for _ in range(3):
         call()
-    _meet()
+    meet()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(calls):
@@ -100,7 +101,7 @@ def _subjects(case: Case, sync: SyncGroup, peers: Peers) -> list[Subject]:
 
 
 def _in_graph(op: str, impl: str, call: Callable[[], object], is_peer: bool = False) -> Subject:
-    return Subject(op, impl, _graph(call), "graph", is_peer, GRAPH_CALLS)
+    return Subject(op, impl, graph_of(call), "graph", is_peer, GRAPH_CALLS)
 
 
 def _barrier_subjects(sync: SyncGroup, peers: Peers) -> list[Subject]:
@@ -132,7 +133,7 @@ def _all_reduce_subjects(case: Case, sync: SyncGroup, peers: Peers) -> list[Subj
         expected = x.float().cpu()
         dist.all_reduce(expected)
         torch.testing.assert_close(call().float().cpu(), expected, rtol=0, atol=0)  # small integers: exact
-        _meet()
+        meet()
 
     subjects: list[Subject] = []
     for impl, call in peers.all_reduces(x):
@@ -160,12 +161,12 @@ def _host_times(sync: SyncGroup, peers: Peers) -> list[Series]:
     for impl, call, is_peer in calls:
         samples = []
         for _ in range(_HOST_SAMPLES):
-            _meet()
+            meet()
             start = time.perf_counter()
             for _ in range(_HOST_CALLS):
                 call()
             samples.append((time.perf_counter() - start) / _HOST_CALLS * 1e6)
-        _meet()
+        meet()
         result.append(Series("barrier host", impl, "eager", is_peer, _HOST_CALLS, samples))
     assert statistics.median(result[0].samples_us) > 0
     return result
