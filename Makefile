@@ -14,6 +14,11 @@ VENV = .venv$(if $(filter-out $(default_key),$(key)),-$(shell printf '%s' '$(key
 # ON: compiler warnings are errors, for a compiler that the sources are known to be clean with.
 WERROR = OFF
 
+# For `make test-gpu`: the wheel under test, some of its parts (default: all), and the file for its output.
+WHEEL =
+PART =
+LOG = build/test-gpu.log
+
 # More arguments for what a target runs: make test ARGS='-k packaging', make demo ARGS='--ranks 3'.
 ARGS =
 
@@ -21,7 +26,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test model build lint clean distclean
+.PHONY: help demo test test-gpu model build lint clean distclean
 
 python := $(VENV)/bin/python
 pip := $(python) -m pip --disable-pip-version-check
@@ -38,6 +43,7 @@ help:
 	@echo 'make demo            train a small model over 2 ranks on the CPU (ARGS="--ranks N --steps K --text FILE")'
 	@echo 'make test            the whole suite (ARGS="-k NAME" for a part of it)'
 	@echo 'make model           check the protocols with the Spin model checker (part of make test)'
+	@echo 'make test-gpu        the GPU tests, from a wheel and with a Python that has torch (PYTHON=... WHEEL=... [PART=...])'
 	@echo 'make build           a wheel, in dist/'
 	@echo 'make lint            ruff, mypy and clang-format over the tree'
 	@echo 'make clean           remove what builds leave; make distclean: the environments too'
@@ -82,6 +88,10 @@ model:
 	@command -v spin >/dev/null || { echo 'spin, the model checker, is missing: apt-get install spin (Debian, Ubuntu),' \
 	  'brew install spin, or https://spinroot.com' >&2; exit 1; }
 	@test/model/run.sh
+
+# On a machine with a GPU, and perhaps with nothing else: no registry, no environment of its own, no compiler.
+test-gpu:
+	@$(PYTHON) test/cuda/run_gpu_tests.py --python '$(PYTHON)' --wheel '$(WHEEL)' --part '$(PART)' --log '$(LOG)'
 
 build: $(VENV)/.torch
 	@$(pip) wheel --quiet --no-build-isolation --config-settings=build-dir=$(build_dir) --no-deps --wheel-dir dist .

@@ -1,0 +1,27 @@
+"""Tests that need a GPU: run_gpu_tests.py runs them (`make test-gpu`), `make test` never does.
+
+GPUSYNC_TEST_DEVICE names the device. With `cpu` the tests whose bodies do not depend on it run on CPU groups,
+which is how they are tried out where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+
+import common
+import pytest
+
+_DEVICE = os.environ.get("GPUSYNC_TEST_DEVICE", "")
+
+collect_ignore_glob = {"cuda": [], "cpu": ["test_gpu_[!o]*.py"]}.get(_DEVICE, ["test_gpu_*.py"])
+
+# Ranks are forked from a process that must not have touched CUDA, and importing a compiler may.
+common._PRELOAD[:] = ["torch", "torch.distributed", "torch_gpusync", "pytest"]
+
+_TEST_LIMIT = 100.0  # seconds for a test that names no limit of its own
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.name.startswith("test_gpu_") and item.get_closest_marker("limit") is None:
+            item.add_marker(pytest.mark.limit(_TEST_LIMIT))

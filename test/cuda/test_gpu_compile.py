@@ -1,0 +1,31 @@
+"""torch.compile with CUDA graphs: one execution of each op a call in warm-up, record and replay, no graph left out,
+and right data."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from common import run_ranks
+from compiled_bodies import under_compile
+
+CHECKS = {
+    "reduce-overhead": ["inference", "training", "ordering rounds", "ordering two_groups"],
+    "max-autotune": ["inference", "training"],
+}
+
+
+@functools.cache
+def findings(mode: str) -> list[dict[str, list[str]]]:
+    """What each rank found in each check."""
+    # ATen's matrix products only: tuning Triton's takes minutes and is not what is tested here.
+    env = {"TORCHINDUCTOR_MAX_AUTOTUNE_GEMM_BACKENDS": "ATEN"}
+    return run_ranks(under_compile, 3, mode, timeout=170, env=env)
+
+
+@pytest.mark.parametrize(
+    ("mode", "check"), [(mode, check) for mode, checks in CHECKS.items() for check in checks]
+)
+def test_compiled(mode: str, check: str) -> None:
+    wrong = [f"rank {rank}: {text}" for rank, of_rank in enumerate(findings(mode)) for text in of_rank[check]]
+    assert not wrong, "\n".join(wrong)
