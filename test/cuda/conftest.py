@@ -15,8 +15,9 @@ _DEVICE = os.environ.get("GPUSYNC_TEST_DEVICE", "")
 
 collect_ignore_glob = {"cuda": [], "cpu": ["test_gpu_[!o]*.py"]}.get(_DEVICE, ["test_gpu_*.py"])
 
-# Ranks are forked from a process that must not have touched CUDA, and importing a compiler may.
-common._PRELOAD[:] = ["torch", "torch.distributed", "torch_gpusync", "pytest"]
+if _DEVICE:  # `make test` reads this file too, and its compiled tests want the compiler preloaded
+    # Ranks are forked from a process that must not have touched CUDA, and importing a compiler may.
+    common._PRELOAD[:] = ["torch", "torch.distributed", "torch_gpusync", "pytest"]
 
 _TEST_LIMIT = 100.0  # seconds for a test that names no limit of its own
 
