@@ -20,7 +20,7 @@ from torch_gpusync.ops import buffer_meta, ops
 from torch_gpusync.rendezvous import Deadline, Rendezvous
 
 MAX_RANKS = 64
-DEFAULT_BUFFER_BYTES = 4 << 20
+DEFAULT_BUFFER_BYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
 DEFAULT_TIMEOUT = 600.0
 _ALIGNMENT = 128
 
@@ -128,7 +128,8 @@ class SyncGroup:
         name: what compiled graphs know the group by. Default: ``world`` or the process group's name, then
             ``/1``, ... for further groups on it, by order of creation.
         channels: how many independent channels barriers, signals and push buffers have, from 0.
-        buffer_bytes: staging memory of each rank for collectives; larger payloads are worked off in parts.
+        buffer_bytes: staging memory of each rank for collectives (default: 4 MiB, on GPUs 16 MiB); payloads of
+            more than half of it are worked off in parts. On GPUs as much again holds what is pushed.
         timeout: seconds, or a timedelta, that any wait may take, this construction included. May be set
             later.
 
@@ -144,7 +145,7 @@ class SyncGroup:
         device: torch.device | str | None = None,
         name: str | None = None,
         channels: int = 8,
-        buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+        buffer_bytes: int | None = None,
         timeout: float | timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         process_group = rendezvous.resolve_group(group)
@@ -179,7 +180,7 @@ class SyncGroup:
         device: torch.device,
         shared_name: str,
         channels: int,
-        buffer_bytes: int,
+        buffer_bytes: int | None,
         timeout: float,
         own_name: str | None = None,
         token: torch.Tensor | None = None,
@@ -201,6 +202,8 @@ class SyncGroup:
         self.world_size: int = meeting.world_size
         self._find_meeting = find_meeting
         self._timeout = timeout
+        if buffer_bytes is None:
+            buffer_bytes = DEFAULT_BUFFER_BYTES.get(device.type, 1)
         if complaint := self._complaint(buffer_bytes):
             meeting.refuse(complaint, "SyncGroup", shared_name, Deadline(timeout))
             raise SyncError(f"gpusync: SyncGroup '{shared_name}': {complaint}")

@@ -12,7 +12,7 @@ from torch_gpusync import _token, cuda_memory
 from torch_gpusync.buffer import SymmetricBuffer
 from torch_gpusync.cuda_memory import SharedInProcess
 from torch_gpusync.errors import SyncError
-from torch_gpusync.group import DEFAULT_BUFFER_BYTES, DEFAULT_TIMEOUT, MAX_RANKS, SyncGroup, _seconds
+from torch_gpusync.group import DEFAULT_TIMEOUT, MAX_RANKS, SyncGroup, _seconds
 from torch_gpusync.rendezvous import Rendezvous
 
 _default_names = 0
@@ -36,7 +36,7 @@ def virtual_ranks(
     *,
     name: str | None = None,
     channels: int = 8,
-    buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+    buffer_bytes: int | None = None,
     timeout: float | timedelta = DEFAULT_TIMEOUT,
 ) -> list[SyncGroup]:
     """A group of ``n`` ranks in this process: threads on the CPU, streams on one GPU.

@@ -17,7 +17,7 @@ struct AllReduceParams {
   uint64_t slot_bytes;  // push: what one source has in a half
   uint64_t groups;  // two-shot: packs in one rank's share (a 64-bit division in the kernel would cost a stack
                     // frame)
-  uint32_t* calls;  // my finished collectives and, beside it, the finished blocks of the one under way
+  uint32_t* calls;  // my finished collectives: a copy for each block
   const void* input;
   void* output;
   uint64_t numel;

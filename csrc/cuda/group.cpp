@@ -64,6 +64,7 @@ void Group::preset(uint32_t epoch) {
   const DeviceGuard guard(m_config.device);
   const uint32_t me = m_host.rank();
   std::vector<Semaphore> semaphores(PullController::kStages * kMaxBlocks);
+  const std::vector<uint32_t> calls(kMaxBlocks, epoch);
   Mailbox mailbox{};
   for (uint32_t r = 0; r < m_host.world_size(); ++r) {
     const auto tell = [&](Semaphore& semaphore) {
@@ -78,7 +79,7 @@ void Group::preset(uint32_t epoch) {
     to_device(in_pad<char>(me, m_layout.semaphores(c)), semaphores.data(),
               semaphores.size() * sizeof(Semaphore));
     to_device(in_pad<char>(me, m_layout.mailbox(c)), &mailbox, sizeof mailbox);
-    to_device(in_pad<char>(me, m_layout.push_calls(c)), &epoch, sizeof epoch);
+    to_device(in_pad<char>(me, m_layout.push_calls(c)), calls.data(), calls.size() * sizeof calls[0]);
   }
 }
 

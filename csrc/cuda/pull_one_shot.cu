@@ -14,7 +14,8 @@ __global__ void __launch_bounds__(512) pull_one_shot_kernel(const __grid_constan
   const uint64_t packs = packs_of<T>(p.numel);
   const uint64_t first = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const uint64_t stride = uint64_t{gridDim.x} * blockDim.x;
-  const uint64_t half = (p.calls[0] % kHalves) * p.half_bytes;
+  const uint32_t call = call_number(p);
+  const uint64_t half = (call % kHalves) * p.half_bytes;
 
   auto* mine = reinterpret_cast<Pack<T>*>(p.area[p.pull.rank()] + half);
   const bool input_aligned = is_aligned(input);
@@ -29,7 +30,7 @@ __global__ void __launch_bounds__(512) pull_one_shot_kernel(const __grid_constan
                complete ? reduce_ranks<T, kRanks>(p, part) : poison<Pack<T>>(p.dtype));
   }
   touch(p.token);
-  finish_call(p);
+  finish_call(p, call);
 }
 
 template <class T, uint32_t kRanks>

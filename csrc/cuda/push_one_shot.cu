@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(512) push_one_shot_kernel(const __grid_constan
   const uint64_t parcels = (p.numel + Half<T>::kItems - 1) / Half<T>::kItems;
   const uint64_t first = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const uint64_t stride = uint64_t{gridDim.x} * blockDim.x;
-  const uint32_t call = p.calls[0];
+  const uint32_t call = call_number(p);
   const Flags flags(call, p.key);
   const uint64_t half = (call % kHalves) * p.half_bytes;
   const auto slot = [&](uint32_t owner, uint32_t source) {
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(512) push_one_shot_kernel(const __grid_constan
     }
   }
   touch(p.token);
-  finish_call(p);
+  finish_call(p, call);
 }
 
 template <class T, uint32_t kRanks>

@@ -8,6 +8,7 @@
 #include "all_reduce.h"
 #include "element.cuh"
 #include "kernels.h"
+#include "pad.h"
 
 namespace gpusync::cuda {
 
@@ -100,16 +101,17 @@ __device__ __forceinline__ uint64_t packs_of(uint64_t numel) {
   return (numel + Pack<T>::kItems - 1) / Pack<T>::kItems;
 }
 
-/// Ends a call of several blocks: the last of them counts it. All blocks of the next call then agree on their
-/// half, however many either call has.
-__device__ __forceinline__ void finish_call(const AllReduceParams& p) {
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  const uint32_t finished = atomicAdd(&p.calls[1], 1);
-  if (finished + 1 == gridDim.x) {
-    p.calls[1] = 0;
-    p.calls[0] += 1;
-  }
+/// The number of finished calls. Each block has a copy, and all of them advance together (finish_call), so
+/// that the blocks of a call agree on its half however many blocks the calls before had, and no block waits
+/// for another.
+__device__ __forceinline__ uint32_t call_number(const AllReduceParams& p) { return p.calls[blockIdx.x]; }
+
+/// Counts the call: each block its own copy, block 0 also those of the blocks that this call does without.
+/// After a block barrier that follows the last use of call_number().
+__device__ __forceinline__ void finish_call(const AllReduceParams& p, uint32_t call) {
+  if (threadIdx.x == 0) p.calls[blockIdx.x] = call + 1;
+  if (blockIdx.x != 0) return;
+  for (uint32_t b = gridDim.x + threadIdx.x; b < kMaxBlocks; b += blockDim.x) p.calls[b] = call + 1;
 }
 
 /// `Kernels<T, kRanks>::kernel` for the arguments. Unrolled over the ranks only for what models reduce all

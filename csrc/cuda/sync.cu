@@ -18,8 +18,8 @@ uint32_t lanes(uint32_t world_size) { return world_size <= 32 ? 32 : kMaxRanks; 
 
 template <bool kFence, bool kStart>
 __global__ void __launch_bounds__(kMaxRanks) sync_kernel(const __grid_constant__ SyncParams p) {
+  p.pull.sync<kFence, kStart, block::Alone>(p.key, DeviceWait(p.wait));
   touch(p.token);
-  p.pull.sync<kFence, kStart>(p.key, DeviceWait(p.wait));
 }
 
 struct SignalParams {

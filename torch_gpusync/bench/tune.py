@@ -18,9 +18,10 @@ from torch_gpusync.tuning import flatten
 from .cuda import graph_of, meet
 from .launcher import Context
 
-_SIZES = [1 << exponent for exponent in range(10, 25)]  # 1 KiB to 16 MiB
+_SIZES = [1 << exponent for exponent in range(12, 25)]  # 4 KiB to 16 MiB
 _GRAPH_CALLS = 100
-_REPLAYS = 7
+_REPLAYS = 10  # in a sample: the ranks do not start at the same moment, and that has to count little
+_SAMPLES = 3
 _SHAPES = {
     "pull_one_shot": [(16, 256), (32, 512), (64, 512), (128, 512)],
     "pull_two_shot": [(16, 512), (32, 512), (64, 512), (128, 512)],
@@ -71,12 +72,13 @@ def _time(sync: SyncGroup, x: torch.Tensor, algo: str, blocks: int, threads: int
     ops._cuda_tune(sync.name, flatten([row]))
     replay = graph_of(lambda: ops.all_reduce.default(sync.token, sync.name, x, "sum", algo), _GRAPH_CALLS)
     samples = []
-    for _ in range(_REPLAYS):
+    for _ in range(_SAMPLES):
         meet()
         start = time.perf_counter()
-        replay()
+        for _ in range(_REPLAYS):
+            replay()
         torch.cuda.synchronize()
-        samples.append((time.perf_counter() - start) / _GRAPH_CALLS * 1e6)
+        samples.append((time.perf_counter() - start) / (_REPLAYS * _GRAPH_CALLS) * 1e6)
     slowest = torch.tensor([statistics.median(samples)], dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return round(slowest.item(), 2)

@@ -33,11 +33,12 @@ class PullController {
   /// programmatic dependent launch. kStart: the start stage; otherwise the end stage.
   ///
   /// `fingerprint` says what this call is (fingerprint.h); a rank that passes another value is a mismatch.
+  /// `Scope`: block::Together, or block::Alone in a kernel that does nothing else.
   /// Returns false on all lanes when the wait was given up: no data of a peer may be used then.
-  template <bool kFence, bool kStart, class Wait>
+  template <bool kFence, bool kStart, class Scope = block::Together, class Wait>
   GPUSYNC_HD bool sync(uint32_t fingerprint, Wait&& wait, uint32_t index = block::index()) const {
     // Leading barrier: each lane's release carries the whole block's writes.
-    block::barrier();
+    Scope::barrier();
     Semaphore& mine = semaphore<kStart>(m_rank, index);
     // A lane's own copy of the epoch serves all of its peers; it is loaded beside what ready() loads.
     const Arrival arrival{mine.epoch(block::lane() % kMaxRanks) + 1, fingerprint};
@@ -49,7 +50,7 @@ class PullController {
       complete = wait.until(mine, peer, expected);
     }
     // Trailing barrier: without it lanes that wait for nobody would run ahead into the next stage.
-    if (block::barrier_and(complete)) [[likely]]
+    if (Scope::barrier_and(complete)) [[likely]]
       return true;
 
     // Everything slow comes after everything fast, so that a launch fetches the fast instructions alone.
@@ -58,7 +59,7 @@ class PullController {
     for (uint32_t peer = block::lane(); peer < m_world_size && complete; peer += block::lanes()) {
       complete = wait.persist(mine, peer, expected);
     }
-    return block::barrier_and(complete);
+    return Scope::barrier_and(complete);
   }
 
   /// Tells all ranks what I am calling, in the start stage, relaxed and without waiting for anybody. For
