@@ -14,10 +14,16 @@ VENV = .venv$(if $(filter-out $(default_key),$(key)),-$(shell printf '%s' '$(key
 # ON: compiler warnings are errors, for a compiler that the sources are known to be clean with.
 WERROR = OFF
 
+# How long `make soak` takes.
+MINUTES = 10
+
 # For `make test-gpu`: the wheel under test, some of its parts (default: all), and the file for its output.
 WHEEL =
 PART =
 LOG = build/test-gpu.log
+# For `make test-multigpu`: how many ranks, and the folder for figures, plots and tables.
+RANKS = 2
+OUT = build/multigpu
 
 # More arguments for what a target runs: make test ARGS='-k packaging', make demo ARGS='--ranks 3'.
 ARGS =
@@ -26,7 +32,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu model build lint clean distclean
+.PHONY: help demo bench test test-gpu test-multigpu model test-sanitizers soak build lint clean distclean
 
 python := $(VENV)/bin/python
 pip := $(python) -m pip --disable-pip-version-check
@@ -43,7 +49,11 @@ help:
 	@echo 'make demo            train a small model over 2 ranks on the CPU (ARGS="--ranks N --steps K --text FILE")'
 	@echo 'make test            the whole suite (ARGS="-k NAME" for a part of it)'
 	@echo 'make model           check the protocols with the Spin model checker (part of make test)'
+	@echo 'make test-sanitizers stress the CPU protocol under the thread, address and undefined-behaviour sanitizers'
+	@echo 'make soak            stress it for MINUTES=$(MINUTES)'
+	@echo 'make bench           measure the ops beside their alternatives (ARGS="--help" says what it takes)'
 	@echo 'make test-gpu        the GPU tests, from a wheel and with a Python that has torch (PYTHON=... WHEEL=... [PART=...])'
+	@echo 'make test-multigpu   tests, figures and a tuning table with a GPU for each rank (PYTHON=... WHEEL=... RANKS=2)'
 	@echo 'make build           a wheel, in dist/'
 	@echo 'make lint            ruff, mypy and clang-format over the tree'
 	@echo 'make clean           remove what builds leave; make distclean: the environments too'
@@ -81,17 +91,27 @@ $(VENV)/.lint: $(VENV)/.installed
 demo: $(VENV)/.installed
 	@$(python) -m torch_gpusync demo $(ARGS)
 
+bench: $(VENV)/.installed
+	@$(python) -m torch_gpusync bench $(ARGS)
+
 test: $(VENV)/.installed model
 	@$(python) -m pytest $(ARGS)
 
 model:
-	@command -v spin >/dev/null || { echo 'spin, the model checker, is missing: apt-get install spin (Debian, Ubuntu),' \
-	  'brew install spin, or https://spinroot.com' >&2; exit 1; }
 	@test/model/run.sh
+
+test-sanitizers:
+	@test/native/run_sanitizers.sh
+
+soak:
+	@test/native/soak.sh $(MINUTES)
 
 # On a machine with a GPU, and perhaps with nothing else: no registry, no environment of its own, no compiler.
 test-gpu:
 	@$(PYTHON) test/cuda/run_gpu_tests.py --python '$(PYTHON)' --wheel '$(WHEEL)' --part '$(PART)' --log '$(LOG)'
+
+test-multigpu:
+	@$(PYTHON) test/cuda/run_multigpu.py --python '$(PYTHON)' --wheel '$(WHEEL)' --ranks '$(RANKS)' --out '$(OUT)'
 
 build: $(VENV)/.torch
 	@$(pip) wheel --quiet --no-build-isolation --config-settings=build-dir=$(build_dir) --no-deps --wheel-dir dist .

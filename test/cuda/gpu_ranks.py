@@ -137,6 +137,8 @@ def in_processes(
 
 
 def _in_process(rank: int, body: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    if ON_GPU:
+        torch.cuda.set_device(rank % torch.cuda.device_count())  # one each, as far as there are enough
     sync = SyncGroup(device=DEVICE, **{"timeout": TIMEOUT, **options})
     result = body(sync, *args)
     settle(sync)
