@@ -94,7 +94,8 @@ demo: $(VENV)/.installed
 bench: $(VENV)/.installed
 	@$(python) -m torch_gpusync bench $(ARGS)
 
-test: $(VENV)/.installed model
+# The models are part of the whole, and no part of what ARGS selects.
+test: $(VENV)/.installed $(if $(ARGS),,model)
 	@$(python) -m pytest $(ARGS)
 
 model:
