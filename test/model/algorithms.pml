@@ -1,17 +1,19 @@
-/* gpusync::cpu::Group::pull_one_shot, pull_two_shot and push_one_shot (csrc/cpu/collectives.cpp) share one staging memory,
-   in call k its half k % 2, and follow one another in any order, with no barrier at the end of any.
+/* gpusync::cpu::Group::pull_one_shot, pull_two_shot and push_one_shot (csrc/cpu/collectives.cpp) share one
+   staging memory, in call k its half k % 2, and follow one another in any order, with no barrier at the end
+   of any.
 
-   A half has N parts. pull_one_shot stages its input in all parts of its own half, meets, reads everybody's.
-   pull_two_shot stages likewise, meets, reduces part `me` of everybody's into its own part `me`, meets again, and reads
-   part p of rank p. push_one_shot writes its input into part `me` of everybody's half, meets, reads its own. The first
-   meeting of a call is in the start stage, whose epoch counts the calls; the second in the end stage. Which algorithm a
-   call takes is any; all ranks agree on it (fingerprint.pml). Checked: what is read in call k was written in call k, and
-   is what it should be, input or result; nobody waits forever.
+   A half has N parts. pull_one_shot stages its input in all parts of its own half, meets, reads
+   everybody's. pull_two_shot stages likewise, meets, reduces part `me` of everybody's into its own part
+   `me`, meets again, and reads part p of rank p. push_one_shot writes its input into part `me` of
+   everybody's half, meets, reads its own. The first meeting of a call is in the start stage, whose epoch
+   counts the calls; the second in the end stage. Which algorithm a call takes is any; all ranks agree on it
+   (fingerprint.pml). Checked: what is read in call k was written in call k, and is what it should be, input
+   or result; nobody waits forever.
 
    HALVES       2; with 1: mutant
    Mutant: ONE_MEETING (two-shot without its second meeting) */
 
-#include "model.h"
+#include "common.inc"
 
 #ifndef CALLS
 #define CALLS 3
@@ -26,7 +28,8 @@
 #if N == 2
 #define ALL_PARTS(owner) (staged[PART(owner, 0)] == INPUT && staged[PART(owner, 1)] == INPUT)
 #else
-#define ALL_PARTS(owner) (staged[PART(owner, 0)] == INPUT && staged[PART(owner, 1)] == INPUT && staged[PART(owner, 2)] == INPUT)
+#define ALL_PARTS(owner) \
+  (staged[PART(owner, 0)] == INPUT && staged[PART(owner, 1)] == INPUT && staged[PART(owner, 2)] == INPUT)
 #endif
 #define PULL_ONE_SHOT 0
 #define PULL_TWO_SHOT 1
@@ -43,7 +46,7 @@ byte algo[CALLS + 1];
   :: else -> p = 0; break \
   od
 
-/* PullController::sync<true, ...> on the host: arrive at every peer in turn, then wait for every peer in turn. */
+/* PullController::sync<true, ...> on the host: arrive at every peer in turn, then wait for each in turn. */
 #define SYNC(slots) \
   IN_TURN(slots[SLOT(p, me)] = EPOCH(START + k)); \
   do \

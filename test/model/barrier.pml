@@ -1,19 +1,20 @@
 /* PullController::sync<kFence, kStart>: the barrier on slots, as it is shipped.
 
-   A rank is one thread block, its lanes deal with one peer each and work in any order. (The lane that greets its own
-   rank waits for nobody else; it is left out.) Every rank calls sync ROUNDS *
-   STAGES times; with two stages these are pull_start, pull_end, pull_start, ..., each stage with slots and an epoch of
-   its own. Checked: nobody passes its n-th sync before all ranks have begun theirs; where the stage promises it,
-   everything that any rank wrote before its n-th sync is visible to all after it; nobody waits forever.
+   A rank is one thread block, its lanes deal with one peer each and work in any order. (The lane that
+   greets its own rank waits for nobody else; it is left out.) Every rank calls sync ROUNDS * STAGES times;
+   with two stages these are pull_start, pull_end, pull_start, ..., each stage with slots and an epoch of
+   its own. Checked: nobody passes its n-th sync before all ranks have begun theirs; where the stage
+   promises it, everything that any rank wrote before its n-th sync is visible to all after it; nobody waits
+   forever.
 
    STAGES               1 or 2
    FENCE0, FENCE1       kFence of the start and of the end stage: whether an arrival releases
    SEE0, SEE1           check visibility behind that stage
    POSTED               stores land later than the lane goes on, in any order between slots
    HOST                 one lane deals with all peers in turn, as on the CPU
-   Mutants: EQUAL, UNSIGNED (model.h), NO_TRAILING, NO_LEADING, NO_ACQUIRE */
+   Mutants: EQUAL, UNSIGNED (common.inc), NO_TRAILING, NO_LEADING, NO_ACQUIRE */
 
-#include "model.h"
+#include "common.inc"
 
 #ifndef ROUNDS
 #define ROUNDS 2
@@ -37,15 +38,16 @@
 #define FENCED(stage) (((stage) == 0 && FENCE0) || ((stage) == 1 && FENCE1))
 #define SEEN(stage) (((stage) == 0 && SEE0) || ((stage) == 1 && SEE1))
 #define SLOT(owner, source, stage) (((owner) * N + (source)) * STAGES + (stage))
-#define EVENT(rank, n) (1 << ((rank) * SYNCS + (n) - 1))   /* "rank has written what it wrote before its n-th sync" */
+/* An event, as a bit: "rank has written what it wrote before its n-th sync". */
+#define EVENT(rank, n) (1 << ((rank) * SYNCS + (n) - 1))
 
 byte slot[N * N * STAGES];      /* Semaphore::m_slot, the half that holds the epoch */
 byte epoch[N * N * STAGES];     /* Semaphore::m_epoch, its owner's alone: each lane has its copy */
 int carried[N * N * STAGES];    /* GHOST: the events that an acquire of this slot takes over */
-byte begun[N];                  /* GHOST: syncs that the rank has begun: its whole block is through the leading barrier */
+byte begun[N];                  /* GHOST: syncs that the rank has begun: it is through the leading barrier */
 
 #ifdef POSTED
-/* A store under way. A later one to the same word replaces it: nothing obliges the word to show each value. */
+/* A store under way. A later one to the same word replaces it: nothing obliges the word to show both. */
 bit flying[N * N * STAGES];
 byte flying_epoch[N * N * STAGES];
 int flying_carried[N * N * STAGES];
@@ -60,7 +62,7 @@ end:
 }
 #endif
 
-/* Semaphore::arrive<kFence>. A relaxed store carries nothing, and cuts off what an earlier release left there. */
+/* Semaphore::arrive<kFence>. A relaxed store carries nothing, and cuts off what an earlier release left. */
 inline arrive(i, value, events) {
 #ifdef POSTED
   flying[i] = 1; flying_epoch[i] = value; flying_carried[i] = events
@@ -80,7 +82,8 @@ inline check_passed() {
   q = 0
 }
 
-/* Leading block barrier: the block's writes are done, and every lane's release will carry them. */
+/* Leading block barrier (for block::Alone: the kernel's start): the block's writes are done, and every lane's
+   release will carry them. */
 inline lead() { led = 1; begun[me] = n; known = known | EVENT(me, n); released = known }
 #ifdef NO_LEADING   /* lanes may arrive while others of the block still write */
 #define LEAD
@@ -101,10 +104,12 @@ inline lead() { led = 1; begun[me] = n; known = known | EVENT(me, n); released =
 /* Lane p announces the arrival to rank p ... */
 #define ARRIVE(p) :: atomic { !HAS(arrived, p) && MAY_ARRIVE(p) -> \
   epoch[SLOT(me, p, stage)] = EPOCH(epoch[SLOT(me, p, stage)] + 1); \
-  arrive(SLOT(p, me, stage), epoch[SLOT(me, p, stage)], released * FENCED(stage)); arrived = arrived | BIT(p) }
+  arrive(SLOT(p, me, stage), epoch[SLOT(me, p, stage)], released * FENCED(stage)); \
+  arrived = arrived | BIT(p) }
 
-/* ... and waits for rank p's (Wait::until): Semaphore::peek until it is there, then one Semaphore::acquire_from. The acquire may read
-   a newer value than the last peek; that it reads the same one here is the case in which it learns least. */
+/* ... and waits for rank p's (Wait::until): Semaphore::peek until it is there, then Semaphore::acquire_from
+   once. The acquire may read a newer value than the last peek; that it reads the same one here is the case in
+   which it learns least. */
 #ifdef NO_ACQUIRE
 #define ACQUIRE(p)
 #else
@@ -119,7 +124,7 @@ inline lead() { led = 1; begun[me] = n; known = known | EVENT(me, n); released =
                         REACHED(slot[SLOT(me, p, stage)], epoch[SLOT(me, p, stage)]) -> \
   ACQUIRE(p) reached = reached | BIT(p); LANE_PASSED }
 
-/* Trailing block barrier: all lanes are through, each with its own peer. */
+/* Trailing block barrier (for block::Alone: the kernel's end): all lanes are through, each with its peer. */
 #define TRAIL :: atomic { reached == ALL -> check_passed(); n++; break }
 
 proctype rank(byte me) {

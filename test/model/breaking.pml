@@ -1,22 +1,28 @@
-/* How a group of CPU ranks breaks: Group::give_up, Group::settle (csrc/cpu/failure.cpp), Wait::persist, Wait::missing,
-   Wait::agreed (csrc/cpu/wait.cpp).
+/* How a group of CPU ranks breaks: Group::give_up, Group::settle (csrc/cpu/failure.cpp), Wait::persist,
+   Wait::missing, Wait::agreed (csrc/cpu/wait.cpp).
 
-   ROUNDS barriers. A wait may expire at any moment (a rank may be arbitrarily slow), up to DEATHS ranks may die at any
-   moment, also in the middle of a decision. One word holds the group's phase and the rank that decides. Checked:
+   ROUNDS barriers. A wait may expire at any moment (a rank may be arbitrarily slow), up to DEATHS ranks may
+   die at any moment, also in the middle of a decision. One word holds the group's phase and the rank that
+   decides. Checked:
      1. a rank that was found missing when a barrier was given up never passes that barrier;
-     2. nobody passes a barrier that not all have reached, and nobody passes any barrier once the group is broken;
-     3. nobody hangs: every rank that lives passes all barriers or raises (Spin reports every other end as invalid);
+     2. nobody passes a barrier that not all have reached, and nobody passes any barrier once the group is
+        broken;
+     3. nobody hangs: every rank that lives passes all barriers or raises (Spin reports every other end as
+        invalid);
      4. the failure record that a raising rank reads is complete and of one writer;
-     5. ATOMIC: a barrier is given up by all or by none: no rank passes it before or after another gives it up
-        (STALL: not even if the deciding rank stalls and another takes over; that is more than the protocol promises);
+     5. ATOMIC: a barrier is given up by all or by none: no rank passes it before or after another gives it
+        up (STALL: not even if the deciding rank stalls and another takes over; that is more than the
+        protocol promises);
      6. GONE: without deaths and expiries nobody raises, though ranks close the group once they are through.
 
-   ROW_ONLY     the scan of a decision looks at the decider's own slots alone: enough for 1 to 4, not for 5 and 6
+   ROW_ONLY     the scan of a decision looks at the decider's own slots alone: enough for 1 to 4, not for 5
+                and 6
    GONE         waits do not expire; they are given up when the awaited rank is dead or has closed the group
    REACH_x      not a property: asserts that a place cannot be reached, to show that it can
-   Mutants: NO_STATE_CHECK, NO_RESCAN, SCAN_EARLY, PLAIN_RETURN, RELEASE_ARRIVAL, RECORD_LATE, ONE_RECORD, NO_LIMIT */
+   Mutants: NO_STATE_CHECK, NO_RESCAN, SCAN_EARLY, PLAIN_RETURN, RELEASE_ARRIVAL, RECORD_LATE, ONE_RECORD,
+   NO_LIMIT */
 
-#include "model.h"
+#include "common.inc"
 
 #ifndef ROUNDS
 #define ROUNDS 2
@@ -39,7 +45,7 @@
 #else
 #define REACHED_COMPLETE
 #endif
-/* State: one word, changed by compare-and-swap alone. The epochs do not wrap here; barrier.pml shows that they may. */
+/* State: one word, changed by compare-and-swap alone. The epochs do not wrap here (barrier.pml). */
 #define OK 0
 #define DECIDING 1
 #define BROKEN 2
@@ -51,7 +57,7 @@
 #define PHASE(state) ((state) / 8)
 byte state = STATE(OK, 0);
 byte slot[N * N];
-byte head[N], tail[N];  /* the failure records, one in each rank's page: two words stand for many; 1 + their writer */
+byte head[N], tail[N];  /* the failure records, one in each rank's page: two words for many */
 bit gone[N];            /* the rank is dead or has closed the group */
 bit dead[N];
 byte deaths;
@@ -63,7 +69,7 @@ byte missed[ROUNDS + 1];/* GHOST: whom the rank that gave up this barrier had fo
 bit was_broken;         /* GHOST */
 
 /* A store of an arrival. On the host it is sequentially consistent: it has landed when the rank goes on. */
-#ifdef RELEASE_ARRIVAL  /* mutant: a release store may still wait in the store buffer when the rank loads the state */
+#ifdef RELEASE_ARRIVAL  /* mutant: a release store may still be in the store buffer when the state is read */
 bit flying[N * N];
 byte flying_value[N * N];
 proctype wire(byte i) {
@@ -91,7 +97,8 @@ inline break_group() {
   write_failure();
 #endif
   if
-  :: atomic { state == STATE(DECIDING, me) -> state = STATE(BROKEN, me); was_broken = 1; verdict = LOST; check_given_up() }
+  :: atomic { state == STATE(DECIDING, me) ->
+       state = STATE(BROKEN, me); was_broken = 1; verdict = LOST; check_given_up() }
   :: atomic { state != STATE(DECIDING, me) -> verdict = LATE }
   fi;
 #ifdef RECORD_LATE
@@ -99,9 +106,9 @@ inline break_group() {
 #endif
 }
 
-/* Group::settle: waits until the decision under way has been made. The limit may expire at any moment; then the rank
-   takes the decision over and breaks the group. Its moves fail if the other was only slow, and so do the other's if it
-   was too slow. `passing`: this is Wait::agreed, and the load that finds OK is the pass. */
+/* Group::settle: waits until the decision under way has been made. The limit may expire at any moment; then
+   the rank takes the decision over and breaks the group. Its moves fail if the other was only slow, and so do
+   the other's if it was too slow. `passing`: this is Wait::agreed, and the load that finds OK is the pass. */
 #ifdef GONE             /* nobody is slow: the limit expires only if the decider is dead */
 #define LIMIT dead[state % 8]
 #else
@@ -114,8 +121,8 @@ inline settle(result, passing) {
 #ifndef NO_LIMIT        /* mutant: waits for the decider for ever */
   :: atomic { PHASE(state) == DECIDING && state % 8 != me && LIMIT -> now = state }
      if
-     :: atomic { state == now -> state = STATE(DECIDING, me); stalls = stalls + !dead[now % 8]; now = 0; stalled = 1;
-          REACHED_STALL }
+     :: atomic { state == now ->
+          state = STATE(DECIDING, me); stalls = stalls + !dead[now % 8]; now = 0; stalled = 1; REACHED_STALL }
         break_group();
         atomic { stalled = 0; verdict = 0 }
      :: atomic { state != now -> now = 0 }
@@ -124,7 +131,7 @@ inline settle(result, passing) {
   od
 }
 
-/* Wait::missing: the scan of a decision, one load after the other. Its loads are behind the move to DECIDING. */
+/* Wait::missing: the scan of a decision, one load after the other, all behind the move to DECIDING. */
 inline scan() {
   absent = 0; s = 0;
   do
@@ -145,8 +152,8 @@ inline scan() {
   od
 }
 
-/* Group::give_up. Leaves `verdict`: COMPLETE (all had come), RETRY (another rank decided that the group lives on),
-   LOST (broken). */
+/* Group::give_up. Leaves `verdict`: COMPLETE (all had come), RETRY (another rank decided that the group lives
+   on), LOST (broken). */
 inline give_up() {
 #ifdef SCAN_EARLY       /* mutant: loads that may be performed before the state is DECIDING */
   scan();
@@ -165,7 +172,8 @@ inline give_up() {
         atomic { state = STATE(OK, 0); verdict = COMPLETE; REACHED_COMPLETE }
 #else
         if
-        :: atomic { state == STATE(DECIDING, me) -> state = STATE(OK, 0); verdict = COMPLETE; REACHED_COMPLETE }
+        :: atomic { state == STATE(DECIDING, me) ->
+             state = STATE(OK, 0); verdict = COMPLETE; REACHED_COMPLETE }
         :: state != STATE(DECIDING, me)
         fi
 #endif
@@ -233,7 +241,7 @@ proctype rank(byte me) {
        :: atomic { p < N && p != me -> STORE(SLOT(p, me), k); p++ }
        :: atomic { p == N -> p = 0; break }
        od;
-       /* ... and Wait::until or Wait::persist for every peer in turn: Semaphore::peek, the state, the clock. */
+       /* ... and Wait::until, Wait::persist for every peer in turn: Semaphore::peek, the state, the clock. */
        do
        :: atomic { p == me -> p++ }
        :: atomic { p == N -> p = 0; break }

@@ -1,16 +1,17 @@
 /* NOT shipped: one counter per rank instead of a slot per peer. It is here to show what the slots are for.
 
-   Every rank adds 1 to every rank's counter at its start stage and again at its end stage, and waits until its own
-   counter has grown by N (start) or 2N (end). Lane p adds at rank p; lane `me` waits. As an execution barrier that is
-   right; but with three ranks or more a fast peer's next arrival can stand in for a slow peer's, so that the counter
-   neither tells who is missing nor carries visibility.
+   Every rank adds 1 to every rank's counter at its start stage and again at its end stage, and waits until
+   its own counter has grown by N (start) or 2N (end). Lane p adds at rank p; lane `me` waits. As an
+   execution barrier that is right; but with three ranks or more a fast peer's next arrival can stand in for
+   a slow peer's, so that the counter neither tells who is missing nor carries visibility.
 
    IDENTITY     check that each peer's own arrival, not another's, has let me pass
-   SEE          check that behind the (fenced) end stage all ranks' writes are visible; the start stage is relaxed
+   SEE          check that behind the (fenced) end stage all ranks' writes are visible; the start stage is
+                relaxed
    LOOP         no block barrier behind the end stage: other lanes run ahead into the next round's start
-   Mutants of its own: EQUAL (model.h's, on the difference) */
+   Mutant of its own: EQUAL (of what has been added) */
 
-#include "model.h"
+#include "common.inc"
 #undef REACHED
 
 #ifndef ROUNDS
@@ -71,7 +72,8 @@ proctype rank(byte me) {
      do
      EACH(ADD)
      EACH(AHEAD)
-     :: atomic { !done && HAS(arrived, me) && REACHED -> known = known | carried[me]; check_passed(); done = 1;
+     :: atomic { !done && HAS(arrived, me) && REACHED ->
+          known = known | carried[me]; check_passed(); done = 1;
           if :: n % 2 == 0 -> base = (base + 2 * N) % WRAP :: else fi }
      :: atomic { done && arrived == ALL -> n++; break }
      od

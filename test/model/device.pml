@@ -1,11 +1,12 @@
 /* How a group of GPU ranks breaks: gpusync::escape and DeviceWait (csrc/include/gpusync/device_wait.h).
 
-   Every pad has a status word of its own; who changes the claim, in rank 0's pad, from 0 decides. A kernel looks at its
-   status before it arrives, and not behind its wait, where it would cost time. That late arrivals are seen all the same
-   rests on two times: the deciding rank lets a grace period go by between its announcement and its scan, longer than any
-   rank takes from the look at its status to its last arrival; and the limit on a decision is longer than any decision
-   takes. Here both hold by assumption: grace ends when no live rank is between that look and its last arrival, and the
-   limit expires only if the decider is dead.
+   Every pad has a status word of its own; who changes the claim, in rank 0's pad, from 0 decides. A kernel
+   looks at its status before it arrives, and not behind its wait, where it would cost time. That late
+   arrivals are seen all the same rests on two times: the deciding rank lets a grace period go by between
+   its announcement and its scan, longer than any rank takes from the look at its status to its last
+   arrival; and the limit on a decision is longer than any decision takes. Here both hold by assumption:
+   grace ends when no live rank is between that look and its last arrival, and the limit expires only if the
+   decider is dead.
 
    ROUNDS barriers; waits may expire at any moment; DEATHS ranks may die at any moment. Checked:
      1. a rank that was found missing when a barrier was given up never passes that barrier;
@@ -14,12 +15,13 @@
      4. the failure record that the hosts read is complete;
      5. RECORDED: once a rank has given up, there is a record in the end, so that its host can raise.
 
-   TAKE_OVER    a rank that finds the decider dead claims the decision itself, writes the record and tells everybody;
-                without, it gives up alone, and 3 and 5 hold only as long as no rank dies in a decision
-   Mutants: NO_GRACE, NO_LOOK (arrives whatever the status), RESTORE_LATE (returns the claim before the statuses),
-   REASON_FIRST (the record's `reason` before the rest), NO_LIMIT */
+   TAKE_OVER    a rank that finds the decider dead claims the decision itself, writes the record and tells
+                everybody; without, it gives up alone, and 3 and 5 hold only as long as no rank dies in a
+                decision
+   Mutants: NO_GRACE, NO_LOOK (arrives whatever the status), RESTORE_LATE (returns the claim before the
+   statuses), REASON_FIRST (the record's `reason` before the rest), NO_LIMIT */
 
-#include "model.h"
+#include "common.inc"
 
 #ifndef ROUNDS
 #define ROUNDS 2
@@ -39,7 +41,7 @@ bit reason, rest;       /* DeviceFailure */
 bit dead[N];
 byte deaths;
 
-bit arriving[N];        /* GHOST, for the grace period: has looked at its status and not yet arrived everywhere */
+bit arriving[N];        /* GHOST, for the grace period: between the look at the status and the last arrival */
 byte begun[N];          /* GHOST: the barrier that the rank has reached */
 byte passed[N];         /* GHOST: the last barrier that it has passed */
 byte missed[ROUNDS + 1];/* GHOST: whom the rank that gave up this barrier had found missing */
@@ -65,11 +67,12 @@ inline write_failure() {
 #endif
 }
 
-/* escape::settle. `before_arrival`: the look at the status that the grace period counts from. `expired`: my own wait
-   has expired, and somebody else holds the claim. */
+/* escape::settle. `before_arrival`: the look at the status that the grace period counts from. `expired`: my
+   wait has expired, and somebody else holds the claim; polling on and expiring again changes nothing. */
 inline settle(before_arrival, expired) {
   do
-  :: atomic { status[me] == WHOLE && (!expired || claim == 0) -> whole = 1; arriving[me] = before_arrival; break }
+  :: atomic { status[me] == WHOLE && (!expired || claim == 0) ->
+       whole = 1; arriving[me] = before_arrival; break }
   :: atomic { status[me] == BROKEN -> whole = 0; break }
 #ifndef NO_LIMIT        /* mutant: waits for the decider for ever */
 #ifdef TAKE_OVER
@@ -101,7 +104,12 @@ inline go_on() {
 #endif
      absent = 0;
      do
-     :: r < N -> if :: r != me && slot[SLOT(me, r)] < k -> absent = absent | BIT(r) :: r == me || slot[SLOT(me, r)] >= k fi; r++
+     :: r < N ->
+        if
+        :: r != me && slot[SLOT(me, r)] < k -> absent = absent | BIT(r)
+        :: r == me || slot[SLOT(me, r)] >= k
+        fi;
+        r++
      :: else -> r = 0; break
      od;
      if
@@ -194,7 +202,8 @@ end:
 }
 #endif
 
-#define KILL(victim) :: atomic { deaths < DEATHS && !dead[victim] && !over[victim] -> deaths++; dead[victim] = 1 }
+#define KILL(victim) \
+  :: atomic { deaths < DEATHS && !dead[victim] && !over[victim] -> deaths++; dead[victim] = 1 }
 proctype death() {
 end:
   do

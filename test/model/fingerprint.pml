@@ -1,13 +1,13 @@
 /* gpusync::compare (semaphore.h): a fingerprint of the call beside the epoch, in one word.
 
-   In every round each rank calls one of two ops, as it likes. A rank that finds a peer's fingerprint different from its
-   own at the same epoch raises and calls no more. Checked: a rank passes only if all ranks have called the same; it
-   raises only if they have not; nobody waits forever.
+   In every round each rank calls one of two ops, as it likes. A rank that finds a peer's fingerprint
+   different from its own at the same epoch raises and calls no more. Checked: a rank passes only if all
+   ranks have called the same; it raises only if they have not; nobody waits forever.
 
-   Mutants: TORN (epoch and fingerprint in two stores, the epoch first), TORN_BACK (the fingerprint first), COMPARE_AHEAD
-   (compares the fingerprint also of a peer that is one call ahead) */
+   Mutants: TORN (epoch and fingerprint in two stores, the epoch first), TORN_BACK (the fingerprint first),
+   COMPARE_AHEAD (compares the fingerprint also of a peer that is one call ahead) */
 
-#include "model.h"
+#include "common.inc"
 
 #ifndef ROUNDS
 #define ROUNDS 3

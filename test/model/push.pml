@@ -1,17 +1,17 @@
-/* All-reduce by push on GPUs (csrc/cuda/push_one_shot.cu): data pushed into two halves of the peers' memory in turn, with
-   no barrier. PushController counts such calls for kernels of the user's own in the same way.
+/* All-reduce by push on GPUs (csrc/cuda/push_one_shot.cu): data pushed into two halves of the peers' memory
+   in turn, with no barrier. PushController counts such calls for kernels of the user's own in the same way.
 
-   Call k writes half k % 2 of every rank: parcels of two 8-byte words, each half data, half flag; the flags hold the
-   call's number. One store sends a parcel, but its two words may land one before the other. Then the rank reads what each
-   peer has sent to it: a parcel is here when both its flags are this call's. Checked: what is read in call k was sent in
-   call k; nobody waits forever.
+   Call k writes half k % 2 of every rank: parcels of two 8-byte words, each half data, half flag; the flags
+   hold the call's number. One store sends a parcel, but its two words may land one before the other. Then
+   the rank reads what each peer has sent to it: a parcel is here when both its flags are this call's.
+   Checked: what is read in call k was sent in call k; nobody waits forever.
 
    HALVES       2; with 1 (mutant) a fast peer overwrites what a slow one still reads
-   Mutants: ONE_FLAG (looks at the first word's flag alone), APART (a flag may land before its data), ONE_SENDER (in the
-   second call rank 0 alone sends, so that it need not wait for anybody), SILENT (nobody sends in the second call, yet it
-   counts) */
+   Mutants: ONE_FLAG (looks at the first word's flag alone), APART (a flag may land before its data),
+   ONE_SENDER (in the second call rank 0 alone sends, so that it need not wait for anybody), SILENT (nobody
+   sends in the second call, yet it counts) */
 
-#include "model.h"
+#include "common.inc"
 
 #ifndef CALLS
 #define CALLS 4
@@ -30,8 +30,8 @@
 #define SENDS(rank) 1
 #endif
 
-/* One parcel for each place: two words, each the number of the call whose data it holds; the flag beside the data has the
-   same value but in the mutant. */
+/* One parcel for each place: two words, each the number of the call whose data it holds. Its flag is that
+   number, too, and lands together with the data, but in the mutant. */
 byte low[N * N * HALVES], high[N * N * HALVES];
 byte low_flying[N * N * HALVES], high_flying[N * N * HALVES];
 #ifdef APART

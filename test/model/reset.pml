@@ -1,16 +1,17 @@
 /* Group::reset: a broken group is made usable again, in place.
 
-   First era: one barrier, in which some ranks may give up; each rank has then raised or passed. All call reset. Second
-   era: ROUNDS barriers. How ranks agree to give up is breaking.pml's matter; here it is one step. Checked: no arrival of
-   the first era counts in the second; no arrival of the second era is wiped out by the reset (that would be a hang, or a
-   raise without cause); nobody raises in the second era unless somebody gave up in the second era; once that has
-   happened, nobody passes and the group stays broken; a reset that fails, because a rank dies, leaves the group broken.
+   First era: one barrier, in which some ranks may give up; each rank has then raised or passed. All call
+   reset. Second era: ROUNDS barriers. How ranks agree to give up is breaking.pml's matter; here it is one
+   step. Checked: no arrival of the first era counts in the second; no arrival of the second era is wiped
+   out by the reset (that would be a hang, or a raise without cause); nobody raises in the second era unless
+   somebody gave up in the second era; once that has happened, nobody passes and the group stays broken; a
+   reset that fails, because a rank dies, leaves the group broken.
 
    EXPIRE       waits of the second era may expire as well (else only if a rank is dead)
    DEATHS       ranks that may die, at any moment
    Mutants: NO_DRAIN, NO_FIRST_BARRIER, NO_SECOND_BARRIER, OK_BY_ALL, OK_BY_RANK_0, OK_BEFORE */
 
-#include "model.h"
+#include "common.inc"
 
 #ifndef ROUNDS
 #define ROUNDS 2
@@ -51,7 +52,8 @@ inline store_barrier(b) {
   come[b] = come[b] + 1;
   if
   :: come[b] == N
-  :: atomic { deaths > 0 && come[b] < N -> assert(!broken || come[1] == N || state % 2 == BROKEN) } goto failed
+  :: atomic { deaths > 0 && come[b] < N -> assert(!broken || come[1] == N || state % 2 == BROKEN) }
+     goto failed
   fi
 }
 
@@ -74,7 +76,11 @@ inline barrier() {
   :: atomic { state % 2 == OK -> begun[me] = begun[me] + era; next = EPOCH(epoch[me] + 1) }
      p = 0;
      do
-     :: p < N -> atomic { if :: p != me -> flying[SLOT(p, me)] = 1; flying_epoch[SLOT(p, me)] = next :: else fi; p++ }
+     :: p < N ->
+        atomic {
+          if :: p != me -> flying[SLOT(p, me)] = 1; flying_epoch[SLOT(p, me)] = next :: else fi;
+          p++
+        }
      :: else -> break
      od;
      p = 0;
@@ -131,7 +137,7 @@ proctype rank(byte me) {
 #ifndef NO_SECOND_BARRIER
     store_barrier(1);
 #endif
-    /* One compare-and-swap per rank: the first one succeeds, and a late one cannot undo what has happened since. */
+    /* One compare-and-swap per rank: the first succeeds, and a late one cannot undo what happened since. */
 #if defined(OK_BY_ALL)
     state = STATE(1, OK);
 #elif defined(OK_BY_RANK_0)

@@ -6,8 +6,9 @@
 #   run.sh large              those of `variants_large`, which take about an hour
 #   run.sh trace NAME         the counterexample of one variant, step by step
 #
-# JOBS (default: the number of cores) variants run at a time; LIMIT (default 300, large 3600) bounds one, in seconds. A search that
-# did not visit every state (out of depth, memory or time) has no verdict and counts as a failure.
+# JOBS (default: the number of cores) variants run at a time; LIMIT (default 300, large 3600) bounds one, in
+# seconds. A search that did not visit every state (out of depth, memory or time) has no verdict and counts as
+# a failure.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 compiler=${CC:-cc}
@@ -15,12 +16,13 @@ depth=100000
 memory_mb=4000
 
 command -v spin >/dev/null || {
-  echo "run.sh: the model checker Spin is missing: 'apt-get install spin' (Debian, Ubuntu), 'brew install spin'" \
-    "(macOS), or https://spinroot.com" >&2
+  echo "run.sh: the model checker Spin is missing: 'apt-get install spin' (Debian, Ubuntu)," \
+    "'brew install spin' (macOS), or https://spinroot.com" >&2
   exit 1
 }
 command -v "$compiler" >/dev/null || {
-  echo "run.sh: no C compiler '$compiler' (Spin turns a model into a C program): 'apt-get install gcc', or set CC" >&2
+  echo "run.sh: no C compiler '$compiler' (Spin turns a model into a C program): 'apt-get install gcc'," \
+    "or set CC" >&2
   exit 1
 }
 
@@ -40,13 +42,15 @@ parse() {
 verify() {
   local optimize=-O0
   [ "$want" != pass ] || optimize=-O1
-  cp "$here"/*.pml "$here"/*.h . &&
+  cp "$here"/*.pml "$here"/*.inc . &&
     spin -a "${flags[@]}" "$model" >spin.log 2>&1 &&
-    "$compiler" $optimize -w -DSAFETY -DVECTORSZ=4096 -DMEMLIM=$memory_mb -o pan pan.c >>spin.log 2>&1 &&
-    timeout "${LIMIT:-300}" ./pan -m$depth -w22 >out 2>&1
+    "$compiler" $optimize -w -DSAFETY -DVECTORSZ=4096 -DMEMLIM=$memory_mb -o pan pan.c >>spin.log 2>&1 ||
+    return
+  timeout "${LIMIT:-300}" ./pan -m$depth -w22 >out 2>&1 &
+  wait $!
 }
 
-# The verdict, from the exit status and the report of the verifier. An error that was found counts, however far the
+# The verdict, from the verifier's exit status and report. An error that was found counts, however far the
 # search came; that none was found counts only if the search was complete.
 verdict() {
   if [ "$1" = 124 ]; then
@@ -87,7 +91,10 @@ trap '[ -z "$workers" ] || kill $workers 2>/dev/null; rm -rf "$work"' EXIT
 trap 'exit 130' INT TERM
 
 if [ "${1:-}" = trace ]; then
-  line=$(variants "$here"/variants* | grep -F -- "${2:?run.sh trace NAME}  ") || { echo "run.sh: no variant '$2'" >&2; exit 1; }
+  line=$(variants "$here"/variants* | grep -F -- "${2:?run.sh trace NAME}  ") || {
+    echo "run.sh: no variant '$2'" >&2
+    exit 1
+  }
   parse "$line"
   cd "$work" || exit
   verify
@@ -109,8 +116,9 @@ jobs=${JOBS:-$(getconf _NPROCESSORS_ONLN)}
 # Worker w takes the next variant that nobody has taken: making its marker succeeds for one worker only.
 worker() {
   local i
+  trap 'kill $(jobs -p) 2>/dev/null; exit 1' TERM
   for i in "${!lines[@]}"; do
-    mkdir "$work/$i.taken" 2>/dev/null && (check "${lines[$i]}" "$work/$i")
+    mkdir "$work/$i.taken" 2>/dev/null && check "${lines[$i]}" "$work/$i"
   done
 }
 for ((w = 0; w < jobs; w++)); do
@@ -122,7 +130,10 @@ printf '%-10s %-42s %-8s %-9s %10s %7s\n' "" variant want got states seconds
 passed=0 failed=0
 for i in "${!lines[@]}"; do
   until [ -e "$work/$i.line" ]; do
-    kill -0 $workers 2>/dev/null || [ -e "$work/$i.line" ] || { echo "run.sh: the workers have ended" >&2; exit 1; }
+    kill -0 $workers 2>/dev/null || [ -e "$work/$i.line" ] || {
+      echo "run.sh: the workers have ended" >&2
+      exit 1
+    }
     sleep 0.1
   done
   cat "$work/$i.line"

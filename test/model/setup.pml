@@ -1,13 +1,15 @@
 /* Setting up: every rank zeroes its pad before any peer can know its address.
 
-   Each rank zeroes its slots, lets the zeroing land (on a GPU: synchronises the device), meets the others in the
-   rendezvous store, publishes its address there, meets them again, and goes on with ROUNDS barriers. Checked: no arrival
-   is wiped out: nobody waits forever, nobody passes early.
+   Each rank zeroes its slots, lets the zeroing land (on a GPU: synchronises the device), meets the others
+   in the rendezvous store, publishes its address there, meets them again, and goes on with ROUNDS barriers.
+   Checked: no arrival is wiped out: nobody waits forever, nobody passes early.
 
-   NO_STORE_BARRIERS    not a mutant: what protects the pads is that an address is published after the zeroing
-   Mutants: ZERO_LATE (zeroes after the address exchange), NO_SYNCHRONIZE (publishes while the zeroing is under way) */
+   NO_STORE_BARRIERS    not a mutant: what protects the pads is that an address is published after the
+                        zeroing
+   Mutants: ZERO_LATE (zeroes after the address exchange), NO_SYNCHRONIZE (publishes while the zeroing is
+   under way) */
 
-#include "model.h"
+#include "common.inc"
 
 #ifndef ROUNDS
 #define ROUNDS 1
@@ -42,7 +44,8 @@ inline store_barrier(b) { come[b] = come[b] + 1; come[b] == N }
 
 /* Semaphore::arrive needs the peer's address; it waits in the rendezvous until that is there. */
 #define ARRIVE(p) :: atomic { !HAS(sent, p) && published[p] -> slot[SLOT(p, me)] = k; sent = sent | BIT(p) }
-#define WAIT(p) :: atomic { HAS(sent, p) && !HAS(seen, p) && slot[SLOT(me, p)] >= k -> assert(begun[p] >= k); seen = seen | BIT(p) }
+#define WAIT(p) :: atomic { HAS(sent, p) && !HAS(seen, p) && slot[SLOT(me, p)] >= k -> \
+  assert(begun[p] >= k); seen = seen | BIT(p) }
 
 proctype rank(byte me) {
   byte k = 1, sent, seen;

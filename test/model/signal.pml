@@ -1,15 +1,17 @@
-/* SignalController::signal and ::wait: point-to-point signals, counted for each pair of source and destination.
+/* SignalController::signal and ::wait: point-to-point signals, counted for each pair of source and
+   destination.
 
-   Ranks 0 ... N-2 send SIGNALS signals each to rank N-1, which waits for each of them SIGNALS times, in every order. A
-   wait may be given up, and is then repeated (in the product after a reset, or by another thread). Checked: the n-th
-   wait for a source returns only after that source's n-th signal, and sees what the source wrote before it; n signals
-   serve n waits: nobody waits forever, though signals run ahead of the waits, and nothing is left over.
+   Ranks 0 ... N-2 send SIGNALS signals each to rank N-1, which waits for each of them SIGNALS times, in
+   every order. A wait may be given up, and is then repeated (in the product after a reset, or by another
+   thread). Checked: the n-th wait for a source returns only after that source's n-th signal, and sees what
+   the source wrote before it; n signals serve n waits: nobody waits forever, though signals run ahead of
+   the waits, and nothing is left over.
 
-   SIGNALS      all of them may pile up before the first wait; with more than M / 2 the signed difference overflows (in
-                the product: 2^31 signals that nobody has waited for)
-   Mutants: SHARED, COMMIT_EARLY, RELAXED; EQUAL, UNSIGNED (model.h) */
+   SIGNALS      all of them may pile up before the first wait; with more than M / 2 the signed difference
+                overflows (in the product: 2^31 signals that nobody has waited for)
+   Mutants: SHARED, COMMIT_EARLY, RELAXED; EQUAL, UNSIGNED (common.inc) */
 
-#include "model.h"
+#include "common.inc"
 
 #ifndef SIGNALS
 #define SIGNALS 4
@@ -26,7 +28,7 @@
 #endif
 byte inbox[N];                          /* Mailbox::inbox of the receiver: the epochs in its slots */
 byte sent[N], seen[N];                  /* Mailbox::sent of each source; Mailbox::seen of the receiver */
-byte carried[N];                        /* GHOST: what an acquire of the slot takes over: the source's latest write */
+byte carried[N];                        /* GHOST: what an acquire of the slot takes over */
 byte signalled[N];                      /* GHOST: signals that the source has begun */
 
 /* A store under way; a later one to the same word replaces it. */
@@ -69,7 +71,8 @@ proctype source(byte me) {
   :: atomic { p != ME && done[p] < SIGNALS && REACHED(inbox[BOX(p)], EPOCH(seen[BOX(p)] + 1)) -> \
        seen[BOX(p)] = EPOCH(seen[BOX(p)] + 1); done[p] = done[p] + 1; \
        assert(signalled[p] >= done[p]); assert(carried[BOX(p)] >= done[p]) } \
-  :: atomic { p != ME && done[p] < SIGNALS && !REACHED(inbox[BOX(p)], EPOCH(seen[BOX(p)] + 1)) && given_up < GIVE_UPS -> \
+  :: atomic { p != ME && done[p] < SIGNALS && given_up < GIVE_UPS && \
+              !REACHED(inbox[BOX(p)], EPOCH(seen[BOX(p)] + 1)) -> \
        given_up++; GIVE_UP(p) }
 #ifdef COMMIT_EARLY                     /* mutant: counts before it has come */
 #define GIVE_UP(p) seen[BOX(p)] = EPOCH(seen[BOX(p)] + 1)

@@ -1,15 +1,15 @@
-/* gpusync::cpu::Wait::persist and Group::ring_doorbell: no wake-up is lost between a rank that goes to sleep and the peers
-   that arrive.
+/* gpusync::cpu::Wait::persist and Group::ring_doorbell: no wake-up is lost between a rank that goes to
+   sleep and the peers that arrive.
 
-   Rank 0 waits for its N-1 peers, one after the other, on one event word. Here a sleep has no limit, so that a lost
-   wake-up shows as a hang (in the product it would cost a nap of 50 ms). All loads and stores are sequentially
-   consistent.
+   Rank 0 waits for its N-1 peers, one after the other, on one event word. Here a sleep has no limit, so
+   that a lost wake-up shows as a hang (in the product it would cost a nap of 50 ms). All loads and stores
+   are sequentially consistent.
 
-   Mutants: DOORBELL_FIRST (the arriver reads `sleepers` before it has stored its slot), NO_RECHECK (the sleeper does not
-   look at the slot again after raising `sleepers`), EVENT_LATE (it reads `event` only after that look), NO_EVENT (the
-   arriver wakes without changing `event`) */
+   Mutants: DOORBELL_FIRST (the arriver reads `sleepers` before it has stored its slot), NO_RECHECK (the
+   sleeper does not look at the slot again after raising `sleepers`), EVENT_LATE (it reads `event` only
+   after that look), NO_EVENT (the arriver wakes without changing `event`) */
 
-#include "model.h"
+#include "common.inc"
 
 byte slot[N];           /* Semaphore::m_slot: 1 when the peer has arrived */
 byte event, sleepers;   /* RankPage of rank 0 */

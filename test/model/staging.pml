@@ -1,15 +1,16 @@
-/* All-reduce by pull, one-shot (csrc/cuda/pull_one_shot.cu; gpusync::cpu::Group::pull_one_shot): peers read my input out
-   of my staging memory; two halves in turn, and no barrier at the end.
+/* All-reduce by pull, one-shot (csrc/cuda/pull_one_shot.cu; gpusync::cpu::Group::pull_one_shot): peers read
+   my input out of my staging memory; two halves in turn, and no barrier at the end.
 
-   Call k: copy the input to my half k % 2, one fenced start stage (PullController::sync<true, true>), read that half of
-   every rank. Checked: what is read in call k is what its owner staged for call k; nobody waits forever.
+   Call k: copy the input to my half k % 2, one fenced start stage (PullController::sync<true, true>), read
+   that half of every rank. Checked: what is read in call k is what its owner staged for call k; nobody
+   waits forever.
 
    HALVES       2; with 1 (mutant) a fast rank stages its next input while a slow one still reads
    HOST         one lane deals with all peers in turn, as on the CPU
    END          an end stage behind the reading: with it one half is enough
    Mutants: RELAXED (the copy may land after the arrival) */
 
-#include "model.h"
+#include "common.inc"
 
 #ifndef CALLS
 #define CALLS 4
@@ -56,7 +57,8 @@ end:
 #define END_ARRIVE(p) :: atomic { read == ALL && !HAS(sent_end, p) -> \
   end_slot[SLOT(p, me)] = EPOCH(START + k); sent_end = sent_end | BIT(p) }
 #define END_WAIT(p) :: atomic { HAS(sent_end, p) && !HAS(come_end, p) && \
-                                REACHED(end_slot[SLOT(me, p)], EPOCH(START + k)) -> come_end = come_end | BIT(p) }
+                                REACHED(end_slot[SLOT(me, p)], EPOCH(START + k)) -> \
+  come_end = come_end | BIT(p) }
 
 proctype rank(byte me) {
   byte k = 1, sent, come, read, sent_end, come_end;
