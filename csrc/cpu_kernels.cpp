@@ -72,18 +72,25 @@ Tensor get_tensor_offset(const Tensor& token, const std::string& group_name, con
   return get(token, group_name, buffer_name, rank, size, read_offset(offset), dtype);
 }
 
-Tensor all_reduce(const Tensor& token, const std::string& group_name, const Tensor& x,
-                  const std::string& reduce_op, const std::string& algo) {
+/// Boxed by hand for the same reasons as in light_boxing.h.
+void all_reduce(StableIValue* stack, uint64_t n_arguments, uint64_t n_results) {
+  check_stack(n_arguments == 5 && n_results == 1);
+  const StackTensor token(stack[0]);
+  const StackString group_name(stack[1]);
+  const Tensor x(torch::stable::detail::to<AtenTensorHandle>(stack[2]));
+  const StackString reduce_op(stack[3]);
+  const StackString algo(stack[4]);
   check_on_cpu(x, "all_reduce");
-  const ReduceOp op = to_reduce_op(reduce_op);
-  const Algo chosen = to_algo(algo);
+  const ReduceOp op = to_reduce_op(reduce_op.view());
+  const Algo chosen = to_algo(algo.view());
   const cpu::Payload payload = payload_of(x);
   check_reducible(payload, op);
-  const auto group = enter(token, group_name);
+  const auto group = find_cpu_group(group_name.view());
+  touch(token_address(token.get()));
   const Tensor input = packed(x);
-  Tensor output = torch::stable::new_empty(input, payload.sizes);
+  const Tensor output = empty_packed(x);
   group->all_reduce(input.const_data_ptr(), output.mutable_data_ptr(), payload, op, chosen);
-  return output;
+  stack[0] = torch::stable::detail::from(output);
 }
 
 int64_t cpu_bytes(int64_t world_size, int64_t channels, int64_t staging_bytes) {
@@ -173,7 +180,8 @@ STABLE_TORCH_LIBRARY_IMPL(gpusync, CPU, m) {
   m.impl("put.tensor_offset", TORCH_BOX(&gpusync::put_tensor_offset));
   m.impl("get", TORCH_BOX(&gpusync::get));
   m.impl("get.tensor_offset", TORCH_BOX(&gpusync::get_tensor_offset));
-  m.impl("all_reduce", TORCH_BOX(&gpusync::all_reduce));
+  m.impl("all_reduce", &gpusync::all_reduce);
+  m.impl("_all_reduce", &gpusync::all_reduce);
   m.impl("_cpu_open", TORCH_BOX(&gpusync::cpu_open));
   m.impl("_cpu_buffer", TORCH_BOX(&gpusync::cpu_buffer));
   m.impl("_nothing", TORCH_BOX(&gpusync::nothing));

@@ -154,7 +154,7 @@ Tensor all_reduce(Tensor token, std::string group_name, Tensor x, std::string re
   const Call call(token, group_name);
   call.check_device(x, "all_reduce");
   const Tensor input = packed(x);
-  Tensor output = torch::stable::new_empty(input, payload.sizes);
+  Tensor output = empty_packed(x);
   call.group().all_reduce(call.launch(), input.const_data_ptr(), output.mutable_data_ptr(), payload, op,
                           chosen);
   return output;
@@ -230,6 +230,7 @@ STABLE_TORCH_LIBRARY_IMPL(gpusync, CUDA, m) {
   m.impl("get", TORCH_BOX(&gpusync::get));
   m.impl("get.tensor_offset", TORCH_BOX(&gpusync::get_tensor_offset));
   m.impl("all_reduce", TORCH_BOX(&gpusync::all_reduce));
+  m.impl("_all_reduce", TORCH_BOX(&gpusync::all_reduce));
   m.impl("_cuda_open", TORCH_BOX(&gpusync::cuda_open));
   m.impl("_cuda_buffer", TORCH_BOX(&gpusync::cuda_buffer));
 }

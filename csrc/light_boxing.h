@@ -48,6 +48,10 @@ class StackString {
   StringHandle m_handle;
 };
 
+inline void check_stack(bool fits) {
+  if (!fits) throw std::logic_error("gpusync: a kernel does not fit its schema");
+}
+
 template <auto kMethod>
 struct LightBox;
 
@@ -55,9 +59,7 @@ struct LightBox;
 template <class... Numbers, void (cpu::Group::*kMethod)(Numbers...)>
 struct LightBox<kMethod> {
   static void kernel(StableIValue* stack, uint64_t n_arguments, uint64_t n_results) {
-    if (n_arguments != 2 + sizeof...(Numbers) || n_results != 0) {
-      throw std::logic_error("gpusync: a kernel does not fit its schema");
-    }
+    check_stack(n_arguments == 2 + sizeof...(Numbers) && n_results == 0);
     const StackTensor token(stack[0]);
     const StackString name(stack[1]);
     const auto group = find_cpu_group(name.view());

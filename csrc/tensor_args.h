@@ -5,10 +5,12 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <atomic>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "cpu/group.h"
@@ -48,28 +50,52 @@ inline DType to_dtype(ScalarType type) {
   }
 }
 
-inline ReduceOp to_reduce_op(const std::string& name) {
+inline ReduceOp to_reduce_op(std::string_view name) {
   if (name == "sum") return ReduceOp::kSum;
   if (name == "max") return ReduceOp::kMax;
   if (name == "min") return ReduceOp::kMin;
   if (name == "avg") return ReduceOp::kAvg;
-  throw std::runtime_error("gpusync: unknown reduce_op '" + name + "': use 'sum', 'max', 'min' or 'avg'");
+  throw std::runtime_error("gpusync: unknown reduce_op '" + std::string(name) +
+                           "': use 'sum', 'max', 'min' or 'avg'");
 }
 
-inline Algo to_algo(const std::string& name) {
+inline Algo to_algo(std::string_view name) {
   if (name == "auto") return Algo::kNone;
   if (name == "pull_one_shot") return Algo::kPullOneShot;
   if (name == "pull_two_shot") return Algo::kPullTwoShot;
   if (name == "push_one_shot") return Algo::kPushOneShot;
-  throw std::runtime_error("gpusync: unknown algo '" + name +
+  throw std::runtime_error("gpusync: unknown algo '" + std::string(name) +
                            "': use 'auto', 'pull_one_shot', 'pull_two_shot' or 'push_one_shot'");
+}
+
+/// An uninitialised contiguous tensor of x's shape, dtype and device. (An aten op through the stable ABI,
+/// new_empty for one, takes 0.4 µs more: it boxes its arguments.)
+inline Tensor empty_packed(const Tensor& x) {
+  const auto sizes = x.sizes();
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t d = sizes.size(); d-- > 0;) {
+    strides[d] = stride;
+    stride *= std::max<int64_t>(sizes[d], 1);
+  }
+  int32_t dtype = 0;
+  int32_t device_type = 0;
+  int32_t device_index = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &device_index));
+  AtenTensorHandle result = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                         strides.data(), dtype, device_type, device_index,
+                                                         &result));
+  return Tensor(result);
 }
 
 inline Tensor packed(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
 
 inline cpu::Payload payload_of(const Tensor& x) {
   const auto sizes = x.sizes();
-  return {to_dtype(x.scalar_type()), static_cast<uint64_t>(x.numel()), {sizes.begin(), sizes.end()}};
+  return {to_dtype(x.scalar_type()), static_cast<uint64_t>(x.numel()), {sizes.data(), sizes.size()}};
 }
 
 /// The element type of a `get`'s result; `expected` is what the caller was compiled for.

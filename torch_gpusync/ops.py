@@ -23,7 +23,8 @@ REDUCIBLE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16,
 buffer_meta: dict[tuple[str, str], tuple[torch.Size, torch.dtype]] = {}
 
 _lib = torch.library.Library("gpusync", "FRAGMENT")
-_lib.define("copy_to_ranks(Tensor(a!) token, str group_name, Tensor x) -> Tensor")
+# Local in its forward pass, so it does not mutate the token there; the gradient does.
+_lib.define("copy_to_ranks(Tensor token, str group_name, Tensor x) -> Tensor")
 _lib.define("reduce_from_ranks(Tensor(a!) token, str group_name, Tensor x) -> Tensor")
 
 
@@ -84,6 +85,7 @@ def _get(
 
 
 @torch.library.register_fake("gpusync::all_reduce", lib=_lib)
+@torch.library.register_fake("gpusync::_all_reduce", lib=_lib)
 def _all_reduce(
     token: Tensor, group_name: str, x: Tensor, reduce_op: str = "sum", algo: str = "auto"
 ) -> Tensor:
@@ -133,13 +135,20 @@ class _AllReduce(torch.autograd.Function):
 
 
 def _all_reduce_autograd(
-    token: Tensor, group_name: str, x: Tensor, reduce_op: str = "sum", algo: str = "auto"
+    keys: torch._C.DispatchKeySet,
+    token: Tensor,
+    group_name: str,
+    x: Tensor,
+    reduce_op: str = "sum",
+    algo: str = "auto",
 ) -> Tensor:
     if x.requires_grad and torch.is_grad_enabled():
         result: Tensor = _AllReduce.apply(x, token, group_name, reduce_op, algo)
         return result
-    with torch._C._AutoDispatchBelowAutograd():
-        return ops.all_reduce.default(token, group_name, x, reduce_op, algo)  # type: ignore[no-any-return]
+    below = keys & torch._C._after_autograd_keyset  # half a microsecond less than a guard
+    return ops.all_reduce.default.redispatch(  # type: ignore[no-any-return]
+        below, token, group_name, x, reduce_op, algo
+    )
 
 
 class _CopyToRanks(torch.autograd.Function):
@@ -184,12 +193,20 @@ def _reduce_autograd(token: Tensor, group_name: str, x: Tensor) -> Tensor:
     return result
 
 
-_lib.impl("all_reduce", _all_reduce_autograd, "Autograd")
+_lib.impl("all_reduce", _all_reduce_autograd, "Autograd", with_keyset=True)
 _lib.impl("copy_to_ranks", _copy, "CompositeExplicitAutograd")
 _lib.impl("copy_to_ranks", _copy_autograd, "Autograd")
 _lib.impl("reduce_from_ranks", _reduce, "CompositeExplicitAutograd")
 _lib.impl("reduce_from_ranks", _reduce_autograd, "Autograd")
 
 # The others have no gradient: they skip autograd, which would otherwise complain about the mutated token.
-for _name in (*_RETURN_NOTHING, "put", "put.tensor_offset", "push_epoch", "get", "get.tensor_offset"):
+for _name in (
+    *_RETURN_NOTHING,
+    "_all_reduce",
+    "put",
+    "put.tensor_offset",
+    "push_epoch",
+    "get",
+    "get.tensor_offset",
+):
     _lib.impl(_name, torch.library.fallthrough_kernel, "Autograd")

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
-#include <vector>
 
 #include "gpusync/fingerprint.h"
 
@@ -42,7 +42,7 @@ inline CallRecord record(Op op, uint32_t channel, bool fence = false, int64_t pe
 struct Payload {
   DType dtype;
   uint64_t numel;
-  std::vector<int64_t> sizes;
+  std::span<const int64_t> sizes;  // of a tensor that outlives the call
 };
 
 /// The record of a call that copies a payload to or from `peer`.
