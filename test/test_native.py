@@ -1,0 +1,154 @@
+"""The CPU protocol without torch, under stress; and wrong designs, each of which has to be noticed.
+
+native/ is the stress program; mutants.py lists the wrong designs. Everything here is short: native/soak.sh runs the same
+program for as long as you like, native/run_sanitizers.sh under every sanitizer.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import mutants
+import pytest
+
+NATIVE = Path(__file__).resolve().parent / "native"
+
+# What the protocol must withstand. `seconds` bounds each run on slow machines, `rounds` on fast ones. `cores=64` makes ranks
+# believe that each has a core of its own, so that their waits spin.
+RUNS = (
+    "barriers ranks=2 rounds=300000",
+    "barriers ranks=3 rounds=300000",
+    "barriers ranks=3 rounds=100000 cores=64 disturb_us=50",
+    "barriers ranks=3 rounds=100000 delay_us=300 disturb_us=1000 preset=0xFFFFFFF0",
+    "barriers ranks=8 rounds=20000 delay_us=100 disturb_us=300",
+    "barriers ranks=40 rounds=500 disturb_us=100",
+    "barriers ranks=64 rounds=300 delay_us=100",
+    "barriers ranks=3 processes=1 rounds=200000",
+    "barriers ranks=3 processes=1 rounds=100000 delay_us=300 disturb_us=1000 preset=0xFFFFFFF0",
+    "barriers ranks=8 processes=1 rounds=10000 delay_us=100",
+    "pulls ranks=3 rounds=50000 delay_us=300 disturb_us=1000 preset=0xFFFFFFF0",
+    "signals ranks=3 rounds=20000 delay_us=100 disturb_us=500 preset=0xFFFFFFF0",
+    "signals ranks=4 processes=1 rounds=20000",
+    "pushes ranks=3 rounds=20000 delay_us=200 disturb_us=500 preset=0xFFFFFFF0",
+    "pushes ranks=3 processes=1 rounds=20000 disturb_us=500",
+    "all_reduces ranks=3 rounds=5000 disturb_us=500 preset=0xFFFFFFF1",
+    "all_reduces ranks=3 processes=1 rounds=5000 delay_us=100",
+    "mixed ranks=3 rounds=20000 delay_us=100 disturb_us=500 preset=0xFFFFFFF0",
+    "mixed ranks=5 processes=1 rounds=10000 disturb_us=500",
+    "mixed ranks=64 rounds=50",
+    "opening ranks=3 rounds=1000 delay_us=2000 disturb_us=500",
+    "opening ranks=4 processes=1 rounds=1000 delay_us=2000",
+    "closing ranks=3 rounds=2000 delay_us=300 disturb_us=500",
+    "closing ranks=4 processes=1 rounds=2000 delay_us=300 disturb_us=500",
+    "expiring ranks=3 rounds=70",
+    "expiring ranks=4 processes=1 rounds=70 disturb_us=500",
+    "mismatches ranks=3 rounds=500 delay_us=300 disturb_us=500",
+    "mismatches ranks=4 processes=1 rounds=500 delay_us=300",
+    "give_ups ranks=3 rounds=1500 disturb_us=300",
+    "give_ups ranks=5 rounds=1000 disturb_us=300",
+    "give_ups ranks=4 processes=1 rounds=1000 disturb_us=300",
+)
+
+
+class Programs:
+    """Stress programs, from the project's own sources and from changed ones; two are built at a time, in the background."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._workers = ThreadPoolExecutor(2)
+        self._builds: dict[str, Future[Path]] = {}
+
+    def get(self, name: str) -> Path:
+        return self.start(name).result()
+
+    def start(self, name: str) -> Future[Path]:
+        """`name`: "protocol" as it is, or with "pauses", or a mutant's."""
+        if name not in self._builds:
+            mutant = mutants.MUTANTS.get(name)
+            edits = mutant.edits if mutant else {"protocol": (), "pauses": mutants.PAUSES}[name]
+            sanitizer = mutant.sanitizer if mutant else ""
+            self._builds[name] = self._workers.submit(self._build, name, edits, sanitizer)
+        return self._builds[name]
+
+    def _build(self, name: str, edits: tuple[mutants.Edit, ...], sanitizer: str) -> Path:
+        csrc = mutants.copy(edits, self._folder / name / "csrc")
+        program = self._folder / name / "stress"
+        flags = [f"-fsanitize={sanitizer}"] if sanitizer else []
+        command = [str(NATIVE / "build.sh"), str(csrc), str(program), *flags]
+        built = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        assert built.returncode == 0, f"{name}:\n{built.stderr}"
+        return program
+
+    def stop(self) -> None:
+        self._workers.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    result = Programs(tmp_path_factory.mktemp("native"))
+    for item in request.session.items:  # what the selected tests will ask for, in their order
+        if isinstance(item, pytest.Function) and item.path == Path(__file__):
+            wanted = "pauses" if item.originalname == "test_nobody_needs_to_be_quick" else "protocol"
+            result.start(
+                str(item.callspec.params.get("name", wanted)) if hasattr(item, "callspec") else wanted
+            )
+    yield result
+    result.stop()
+
+
+@functools.cache
+def _fixed_addresses() -> list[str]:
+    """ThreadSanitizer cannot cope with every randomisation of addresses."""
+    command = ["setarch", "-R"]
+    if shutil.which("setarch") and subprocess.run([*command, "true"], capture_output=True).returncode == 0:
+        return command
+    return []
+
+
+def run(program: Path, arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*_fixed_addresses(), program, *arguments.split(), "watchdog=100"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"TSAN_OPTIONS": "halt_on_error=1"},
+    )
+
+
+@pytest.mark.parametrize("arguments", RUNS)
+def test_stress(programs: Programs, arguments: str) -> None:
+    done = run(programs.get("protocol"), f"{arguments} seconds=2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("no mismatch")
+    print(done.stdout, end="")
+
+
+def test_nobody_needs_to_be_quick(programs: Programs) -> None:
+    program = programs.get("pauses")
+    for arguments in (
+        f"{mutants.NAP_RUN} seconds=4 timeout=60 limit=10",
+        f"{mutants.GIVE_UP_RUN} seconds=4",
+        f"{mutants.GIVE_UP_RUN} seconds=4 processes=1 ranks=4",
+    ):
+        done = run(program, arguments)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", mutants.MUTANTS)
+def test_mutant_is_noticed(programs: Programs, name: str) -> None:
+    mutant = mutants.MUTANTS[name]
+    done = run(programs.get(name), mutant.run)
+    said = done.stdout + done.stderr
+    assert done.returncode not in (0, 2), f"nothing noticed {name}: {said}"
+    assert re.search(mutant.says, said), f"{name} was noticed, but not by '{mutant.says}':\n{said[:2000]}"
+
+
+def test_an_edit_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="0 places"):
+        mutants.copy((mutants.Edit("cpu/wait.cpp", "no such text", ""),), tmp_path / "csrc")
