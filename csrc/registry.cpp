@@ -1,7 +1,10 @@
 #include "registry.h"
 
+#include <pthread.h>
+
 #include <functional>
 #include <mutex>
+#include <new>
 #include <shared_mutex>
 #include <stdexcept>
 #include <unordered_map>
@@ -18,6 +21,14 @@ struct NameHash {
 
 std::shared_mutex g_mutex;
 std::unordered_map<std::string, std::shared_ptr<cpu::Group>, NameHash, std::equal_to<>> g_groups;
+
+/// A fork while another thread looks a group up would leave the child with a lock that nobody opens.
+void hold_over_forks() {
+  // The child's is made anew: the lock knows its writer by a thread id, which the child has not.
+  static const int held = pthread_atfork([] { g_mutex.lock(); }, [] { g_mutex.unlock(); },
+                                         [] { new (&g_mutex) std::shared_mutex; });
+  (void)held;
+}
 
 }  // namespace
 
@@ -42,6 +53,7 @@ std::shared_ptr<cpu::Group> find_cpu_group(std::string_view name) {
 }
 
 void add_group(const std::string& name, std::shared_ptr<cpu::Group> group) {
+  hold_over_forks();
   std::shared_ptr<cpu::Group> inherited;  // destroyed outside the lock
   const std::unique_lock lock(g_mutex);
   const auto [place, added] = g_groups.emplace(name, group);

@@ -35,7 +35,7 @@ Algo choose(Algo asked, uint32_t world_size, uint64_t bytes) {
 
 void Group::all_reduce(const void* input, void* output, const Payload& payload, ReduceOp reduce_op,
                        Algo asked) {
-  const std::lock_guard turn(m_channel_mutex[m_config.channels]);
+  const auto turn = take_turn(m_channel_mutex[m_config.channels]);
   const size_t item = item_bytes(payload.dtype);
   const Algo algo = choose(asked, m_config.world_size, payload.numel * item);
   const CallKey agreed = collective_key(payload, reduce_op, algo);

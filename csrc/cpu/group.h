@@ -164,6 +164,12 @@ class Group {
   Channel& channel(uint32_t rank, uint32_t channel) const {
     return *at<Channel>(m_layout.channel(rank, channel));
   }
+  /// The lock for one of the mutexes below. Looks for a fork first: in a child the one who holds it may be a
+  /// thread of the parent, which the child does not have.
+  std::unique_lock<std::mutex> take_turn(std::mutex& mutex) const {
+    require_own_process();
+    return std::unique_lock(mutex);
+  }
   bool move_state(State from, State to);
   bool break_group(State deciding, Reason reason, const CallRecord& call, double waited, uint64_t missing);
   void take_over_device_failure();

@@ -85,7 +85,10 @@ void install() {
 void remove() {
   struct sigaction current;
   if (sigaction(SIGINT, nullptr, &current) != 0 || !is_ours(current)) return;
-  sigaction(SIGINT, &g_chain.load()->top, nullptr);
+  const Chain* chain = g_chain.load();
+  sigaction(SIGINT, &chain->top, nullptr);
+  // Where that one has ours as its predecessor, ours must not call it back.
+  g_chain.store(find_chain(chain->base, chain->base));
 }
 
 }  // namespace

@@ -28,7 +28,7 @@ uint32_t Group::checked_rank(int64_t rank) const {
 
 void Group::barrier(int64_t channel, bool fence) {
   const uint32_t c = checked_channel(channel);
-  const std::lock_guard turn(m_channel_mutex[c]);
+  const auto turn = take_turn(m_channel_mutex[c]);
   synchronize(record(Op::kBarrier, c, fence), all_ranks(), [&](Wait& wait) {
     return fence ? m_pull[c].sync<true, true>(key(Op::kBarrier, true), wait)
                  : m_pull[c].sync<false, true>(key(Op::kBarrier), wait);
@@ -37,14 +37,14 @@ void Group::barrier(int64_t channel, bool fence) {
 
 void Group::pull_start(int64_t channel) {
   const uint32_t c = checked_channel(channel);
-  const std::lock_guard turn(m_channel_mutex[c]);
+  const auto turn = take_turn(m_channel_mutex[c]);
   synchronize(record(Op::kPullStart, c), all_ranks(),
               [&](Wait& wait) { return m_pull[c].sync<false, true>(key(Op::kPullStart), wait); });
 }
 
 void Group::pull_end(int64_t channel, bool fence) {
   const uint32_t c = checked_channel(channel);
-  const std::lock_guard turn(m_channel_mutex[c]);
+  const auto turn = take_turn(m_channel_mutex[c]);
   synchronize(record(Op::kPullEnd, c, fence), all_ranks(), [&](Wait& wait) {
     return fence ? m_pull[c].sync<true, false>(key(Op::kPullEnd, true), wait)
                  : m_pull[c].sync<false, false>(key(Op::kPullEnd), wait);
@@ -54,7 +54,7 @@ void Group::pull_end(int64_t channel, bool fence) {
 void Group::signal(int64_t destination, int64_t channel) {
   const uint32_t c = checked_channel(channel);
   const uint32_t dst = checked_rank(destination);
-  const std::lock_guard turn(m_counter_mutex[c]);
+  const auto turn = take_turn(m_counter_mutex[c]);
   CallRecord call = record(Op::kSignal, c, false, dst);
   begin(call);
   m_signal[c].signal(dst, key(Op::kSignal), Wait(*this, call, 0));
@@ -72,7 +72,7 @@ void Group::wait_signal(int64_t source, int64_t channel) {
 
 uint32_t Group::push_epoch(int64_t channel) {
   const uint32_t c = checked_channel(channel);
-  const std::lock_guard turn(m_counter_mutex[c]);
+  const auto turn = take_turn(m_counter_mutex[c]);
   CallRecord call = record(Op::kPushEpoch, c);
   begin(call);
   return m_push[c].epoch();
@@ -80,7 +80,7 @@ uint32_t Group::push_epoch(int64_t channel) {
 
 void Group::push_exit(int64_t channel) {
   const uint32_t c = checked_channel(channel);
-  const std::lock_guard turn(m_counter_mutex[c]);
+  const auto turn = take_turn(m_counter_mutex[c]);
   CallRecord call = record(Op::kPushExit, c);
   begin(call);
   m_push[c].exit();
