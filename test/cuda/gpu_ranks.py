@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 from weakref import WeakKeyDictionary
 
 import torch
@@ -85,12 +86,8 @@ def virtual_group(n: int, **options: Any) -> Iterator[list[SyncGroup]]:
         memory.append(Canaries())
         return memory[-1]
 
-    original = virtual.SharedInProcess
-    virtual.SharedInProcess = watched  # type: ignore[assignment,misc]
-    try:
+    with mock.patch.object(virtual, "SharedInProcess", watched):
         ranks = torch_gpusync.virtual_ranks(n, device=DEVICE, **{"timeout": TIMEOUT, **options})
-    finally:
-        virtual.SharedInProcess = original  # type: ignore[misc]
     try:
         yield ranks
         if ON_GPU:
@@ -130,18 +127,20 @@ def in_processes(
     timeout: float = 90.0,
     env: Mapping[str, str] | None = None,
     lost: Sequence[int] = (),
-    **options: Any,
+    breaks: bool = False,
 ) -> list[Any]:
-    """Runs `body(sync, *args)` in `n` processes that share the GPU; `options` are the group's."""
-    return run_ranks(_in_process, n, body, args, options, timeout=timeout, env=env, lost=lost)
+    """Runs `body(sync, *args)` in `n` processes that share the GPU, or have one each. Their group must be whole at the
+    end, unless the test `breaks` it."""
+    return run_ranks(_in_process, n, body, args, breaks, timeout=timeout, env=env, lost=lost)
 
 
-def _in_process(rank: int, body: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def _in_process(rank: int, body: Callable[..., Any], args: tuple[Any, ...], breaks: bool) -> Any:
     if ON_GPU:
         torch.cuda.set_device(rank % torch.cuda.device_count())  # one each, as far as there are enough
-    sync = SyncGroup(device=DEVICE, **{"timeout": TIMEOUT, **options})
+    sync = SyncGroup(device=DEVICE, timeout=TIMEOUT)
     result = body(sync, *args)
-    settle(sync)
+    if not breaks:
+        settle(sync)
     return result
 
 

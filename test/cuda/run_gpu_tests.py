@@ -85,7 +85,7 @@ def children() -> dict[int, str]:
 
 def end_leftovers(spared: str = "nvidia-cuda-mps") -> list[str]:
     """Kills every child, and what they leave in turn; returns the names of those that were running."""
-    names = []
+    names: list[str] = []
     grace = time.monotonic() + 3.0  # for what is about to end by itself
     while True:
         left = {pid: name for pid, name in children().items() if not spared or not name.startswith(spared)}
@@ -259,9 +259,11 @@ def main() -> int:
                 results[name] = Result(note="not run: no time was left")
                 continue
             print(f"==> {name}", flush=True)
-            with mps(Path(folder)) if part.mps else contextlib.nullcontext({}) as more:
-                sharing = {"GPUSYNC_TEST_SHARING": "mps"} if part.mps else {}
-                results[name] = run_part(name, part, options.python, {**env, **more, **sharing}, log, limit)
+            with contextlib.ExitStack() as stack:
+                more = {}
+                if part.mps:
+                    more = {**stack.enter_context(mps(Path(folder))), "GPUSYNC_TEST_SHARING": "mps"}
+                results[name] = run_part(name, part, options.python, {**env, **more}, log, limit)
     print(f"\n{gpu}")
     print(f"{'part':<12}{'passed':>8}{'failed':>8}{'seconds':>9}")
     for name, result in results.items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from typing import Any
+from unittest import mock
 
 import torch
 from gpu_ranks import drive, on, virtual_group
@@ -52,8 +53,8 @@ class _TooSmall(cuda_memory.SharedInProcess):
 
 
 def seeded() -> None:
-    virtual.SharedInProcess = _TooSmall  # type: ignore[assignment,attr-defined]
-    ranks = virtual_ranks(1, "cuda")
+    with mock.patch.object(virtual, "SharedInProcess", _TooSmall):
+        ranks = virtual_ranks(1, "cuda")
     (buffer,) = virtual_buffers(ranks, "small", (1 << 22,), torch.float32)
     buffer.put(torch.ones(1 << 22, device="cuda"))
     torch.cuda.synchronize()

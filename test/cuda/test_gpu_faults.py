@@ -161,6 +161,11 @@ def _reduce(x: str | int, reduce_op: str = "sum", algo: str = "auto") -> Callabl
     return lambda sync: sync.all_reduce(_INPUTS[x], reduce_op, algo)
 
 
+_OTHERS: dict[str, tuple[str | int, str]] = {
+    "numel": (11, "sum"),
+    "reduce_op": (10, "max"),
+    "dtype": ("integers", "sum"),
+}
 MISMATCHES: dict[str, list[Callable[[SyncGroup], object]]] = {
     "fence": [lambda sync: sync.barrier(), lambda sync: sync.barrier(fence=False)],
     "stage": [lambda sync: sync.pull_start(), lambda sync: sync.barrier(fence=False)],
@@ -169,13 +174,9 @@ MISMATCHES: dict[str, list[Callable[[SyncGroup], object]]] = {
     "algo": [_reduce(10, algo="push_one_shot"), _reduce(10, algo="pull_one_shot")],
     "other algo": [_reduce(10, algo="pull_two_shot"), _reduce(10, algo="push_one_shot")],
     **{
-        f"{what}, {algo}": [_reduce(10, algo=algo), _reduce(*other, algo)]
+        f"{what}, {algo}": [_reduce(10, algo=algo), _reduce(*other, algo=algo)]
         for algo in ALGOS[1:]
-        for what, other in {
-            "numel": (11, "sum"),
-            "reduce_op": (10, "max"),
-            "dtype": ("integers", "sum"),
-        }.items()
+        for what, other in _OTHERS.items()
     },
     **{f"grid, {algo}": [_reduce(10_000, algo=algo), _reduce(200_000, algo=algo)] for algo in ALGOS[1:]},
 }
@@ -303,7 +304,10 @@ def test_an_offset_outside_breaks_the_group(what: str, offset: int, how: str) ->
         def move(sync: SyncGroup) -> Tensor | None:
             buffer, peer = buffers[sync.rank], (sync.rank + 1) % 3
             place: Tensor | int = where if sync.rank == 1 else 0
-            return buffer.put(x, peer, place) if what == "put" else buffer.get(peer, (3,), place)
+            if what == "get":
+                return buffer.get(peer, (3,), place)
+            buffer.put(x, peer, place)
+            return None
 
         def body(sync: SyncGroup) -> Tensor | None:
             got = move(sync)

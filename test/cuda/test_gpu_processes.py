@@ -81,16 +81,16 @@ def test_case_35_set_up_during_a_capture() -> None:
 
 
 def test_case_28_a_rank_that_does_not_come() -> None:
-    first, _, third = in_processes(wait_for_one)
+    first, _, third = in_processes(wait_for_one, breaks=True)
     assert "waited 1." in first and "waited 1." in third
 
 
 def test_case_10_ranks_that_call_different_things() -> None:
-    in_processes(call_different_things)
+    in_processes(call_different_things, breaks=True)
 
 
 # Under MPS ranks share a context's fate while kernels run: there only a rank at rest may be killed.
 @pytest.mark.parametrize("busy", [False] if MPS else [False, True])
 def test_a_killed_rank_is_missed_and_survived(busy: bool) -> None:
-    errors = in_processes(lose_one, busy, lost=[2])
+    errors = in_processes(lose_one, busy, lost=[2], breaks=True)
     assert "dead" in errors[0] and "dead" in errors[1]

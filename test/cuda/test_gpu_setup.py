@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -163,8 +164,8 @@ class _Unmapped(cuda_memory.SharedInProcess):
 
 
 def _unmapped(rank: int) -> str:
-    virtual.SharedInProcess = _Unmapped  # type: ignore[assignment,attr-defined]
-    return str(expect(SyncError, "peer memory does not work", virtual_ranks, 3, DEVICE))
+    with mock.patch.object(virtual, "SharedInProcess", _Unmapped):
+        return str(expect(SyncError, "peer memory does not work", virtual_ranks, 3, DEVICE))
 
 
 def test_case_20_peer_memory_that_faults_is_an_error_and_no_hang() -> None:
@@ -258,11 +259,11 @@ def test_case_16_memory_from_expandable_segments() -> None:
 
 
 def test_case_16_memory_from_a_pool() -> None:
-    pool = torch.cuda.MemPool()
+    pools = [torch.cuda.MemPool() for _ in range(3)]
     with virtual_group(3) as ranks:
 
         def body(sync: SyncGroup) -> str:
-            with torch.cuda.use_mem_pool(pool):
+            with torch.cuda.use_mem_pool(pools[sync.rank]):
                 return reductions(sync, _cases())
 
         assert len(set(drive(ranks, body))) == 1
@@ -272,7 +273,6 @@ def test_case_17_uninitialised_memory_is_never_read() -> None:
     """With every new tensor full of NaN, or of the largest integer, results are the same."""
     torch.use_deterministic_algorithms(True)
     try:
-        assert torch.utils.deterministic.fill_uninitialized_memory
         for dtype in (*COPIED_DTYPES, torch.uint8):
             torch.empty(33, dtype=dtype, device=DEVICE)  # loads the kernel that fills it
         assert torch.empty(5, device=DEVICE).isnan().all()
