@@ -4,6 +4,7 @@ anything wrong, and reports what only all ranks together can judge."""
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import random
 from collections.abc import Callable
@@ -200,12 +201,17 @@ def reference(inputs: list[Tensor], reduce_op: str) -> Tensor:
     return (total * torch.tensor(1.0 / len(inputs), dtype=torch.float64).to(wide)).to(dtype)
 
 
+@functools.lru_cache(maxsize=1024)  # virtual ranks share them
+def _inputs_and_result(n: int, case: Case, seed: int) -> tuple[list[Tensor], Tensor]:
+    inputs = [_inputs(r, case.start + case.numel, case.dtype, seed)[case.start :] for r in range(n)]
+    return inputs, reference(inputs, case.reduce_op)
+
+
 def reductions(sync: SyncGroup, cases: list[Case]) -> str:
     """all_reduce against the reduction in rank order, bit for bit; returns a digest of all results."""
-    inputs = [
-        [_inputs(r, case.start + case.numel, case.dtype, seed)[case.start :] for r in range(sync.world_size)]
-        for seed, case in enumerate(cases)
-    ]
+    inputs, wanted = zip(
+        *(_inputs_and_result(sync.world_size, case, k) for k, case in enumerate(cases)), strict=True
+    )
     mine = []
     for xs, case in zip(inputs, cases, strict=True):
         memory = to_device(torch.zeros(case.start + case.numel, dtype=case.dtype))
@@ -216,9 +222,9 @@ def reductions(sync: SyncGroup, cases: list[Case]) -> str:
     results = [sync.all_reduce(x, case.reduce_op, case.algo) for x, case in zip(mine, cases, strict=True)]
     settle(sync)
     digest = hashlib.sha256()
-    for y, xs, case, x in zip(results, inputs, cases, mine, strict=True):
+    for y, expected, xs, case, x in zip(results, wanted, inputs, cases, mine, strict=True):
         try:
-            assert_same_bits(y.cpu(), reference(xs, case.reduce_op))
+            assert_same_bits(y.cpu(), expected)
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from None
         assert_same_bytes(x, xs[sync.rank], "the input was changed")
@@ -266,6 +272,10 @@ def mixture(sync: SyncGroup, calls: int, seed: int) -> None:
     choice, own = random.Random(seed), random.Random(seed * 1000 + rank)
     pending: list[tuple[Tensor, Tensor]] = []
 
+    @functools.cache
+    def result(dtype: torch.dtype, reduce_op: str, start: int, numel: int) -> Tensor:
+        return _reference([x[start : start + numel] for x in inputs[dtype]], reduce_op)
+
     def compare() -> None:
         settle(sync)
         for y, expected in pending:
@@ -280,7 +290,7 @@ def mixture(sync: SyncGroup, calls: int, seed: int) -> None:
             dtype, reduce_op = choice.choice(DTYPES), choice.choice(("sum", "max", "min"))
             numel, start = choice.choice((0, 1, 2, 9, 100, 1024, 1025, longest)), choice.randrange(8)
             y = sync.all_reduce(mine[dtype][start : start + numel], reduce_op, choice.choice(ALGOS))
-            pending.append((y, _reference([x[start : start + numel] for x in inputs[dtype]], reduce_op)))
+            pending.append((y, result(dtype, reduce_op, start, numel)))
         elif kind == 6:
             channel, fence = choice.randrange(1, 8), choice.random() < 0.5
             sync.barrier(channel, fence)
