@@ -194,6 +194,43 @@ def test_a_rank_that_stops_after_its_arrival_holds_up_nobody() -> None:
     assert max(run_ranks(_stopped_after_arriving, 3)) < 2.0 * slack()
 
 
+def _dead_behind_a_late_one(rank: int) -> None:
+    """Rank 3 is dead and rank 1 late. Who waits for rank 1 first hears of rank 3 all the same, and of it alone."""
+    sync = SyncGroup(timeout=30.0)
+    check_health(sync)
+    if rank == 3:
+        os._exit(0)
+    if rank == 1:
+        learn("failed 0"), learn("failed 2")
+    error, seconds = timed(sync.barrier)
+    assert isinstance(error, SyncTimeoutError) and error.missing_ranks == [3], error
+    assert seconds < 2.0 * slack() and "rank 1 (" not in str(error).split("waited")[1]
+    tell(f"failed {rank}")
+
+
+def test_a_dead_rank_is_noticed_behind_a_late_one() -> None:
+    run_ranks(_dead_behind_a_late_one, 4, lost=(3,))
+
+
+def _gone_after_its_arrival(rank: int) -> None:
+    """Rank 2 arrives and goes at once. The others still wait for the late one, and pass."""
+    sync = SyncGroup(timeout=30.0)
+    check_health(sync)
+    if rank == 2:
+        threading.Timer(0.3, os._exit, (0,)).start()
+        sync.barrier()
+    if rank == 1:
+        time.sleep(0.8)
+    sync.barrier()
+    assert not sync.is_broken
+    error = expect(SyncTimeoutError, "for rank 2 ", sync.barrier)
+    assert error.missing_ranks == [2]
+
+
+def test_a_rank_that_is_gone_after_its_arrival_is_not_missing() -> None:
+    run_ranks(_gone_after_its_arrival, 3, lost=(2,))
+
+
 def _killed_at_any_time(rank: int, seed: int) -> int:
     """Rank 2 is killed in the middle of whatever it does; until then all results are right."""
     sync = SyncGroup(buffer_bytes=1 << 14, timeout=TIMEOUT)

@@ -66,6 +66,13 @@ bool Group::is_gone(uint32_t rank) const {
   return pid == -1 || (pid > 0 && m_config.pids_visible && is_dead(pid));
 }
 
+uint64_t Group::gone_among(uint64_t ranks) const {
+  for (uint32_t r = 0; r < m_config.world_size; ++r) {
+    if ((ranks >> r & 1) != 0 && !is_gone(r)) ranks &= ~(uint64_t{1} << r);
+  }
+  return ranks;
+}
+
 std::string Group::describe_rank(uint32_t rank) const {
   const RankPage& peer = page(rank);
   const int32_t pid =
@@ -92,7 +99,7 @@ bool Group::move_state(State from, State to) {
       .compare_exchange_strong(from.word, to.word, std::memory_order_seq_cst);
 }
 
-Group::Verdict Group::give_up(Reason reason, const CallRecord& call, double waited,
+Group::Verdict Group::give_up(Reason reason, const CallRecord& call, double waited, bool expired,
                               const std::function<uint64_t()>& missing) {
   const State before = state();
   const State deciding = before.with(m_config.rank, Phase::kDeciding);
@@ -101,8 +108,12 @@ Group::Verdict Group::give_up(Reason reason, const CallRecord& call, double wait
   }
   const uint64_t absent = missing();
   const bool complete = reason == Reason::kTimeout && absent == 0;
-  if (complete ? move_state(deciding, before) : break_group(deciding, reason, call, waited, absent)) {
-    return complete ? Verdict::kComplete : Verdict::kBroken;
+  // Before its time a wait ends for a rank that is gone, and that one is missing, not those who are on their
+  // way. It may also have come before it went: then those who are on their way are still to be waited for.
+  const uint64_t blamed = reason == Reason::kTimeout && !expired ? gone_among(absent) : absent;
+  const bool goes_on = complete || (absent != 0 && blamed == 0);
+  if (goes_on ? move_state(deciding, before) : break_group(deciding, reason, call, waited, blamed)) {
+    return complete ? Verdict::kComplete : goes_on ? Verdict::kRetry : Verdict::kBroken;
   }
   return settle(call) ? Verdict::kRetry : Verdict::kBroken;  // I was so slow that a peer has taken over
 }

@@ -90,10 +90,10 @@ class Group {
 
   // --- failure.cpp
   enum class Verdict { kComplete, kRetry, kBroken };
-  /// What an expired wait does: decides, once for the whole group, whether it is broken. `missing` scans the
-  /// wait's own slots anew. kComplete: they had all come; kRetry: another rank decided that the group lives
-  /// on.
-  Verdict give_up(Reason reason, const CallRecord& call, double waited,
+  /// What a wait does whose time has expired, or that waits for a rank that is gone: decides, once for the
+  /// whole group, whether it is broken. `missing` scans the wait's own slots anew. kComplete: they had all
+  /// come; kRetry: the group lives on, and there is still somebody to wait for.
+  Verdict give_up(Reason reason, const CallRecord& call, double waited, bool expired,
                   const std::function<uint64_t()>& missing);
   /// What `call` does when a decision is under way: waits for it, and takes it over should the deciding rank
   /// be gone. True: the group is not broken.
@@ -101,6 +101,7 @@ class Group {
   [[noreturn]] void throw_broken(const CallRecord& call);
   /// Is it hopeless to wait for `rank`: its process is gone, or it has closed the group?
   bool is_gone(uint32_t rank) const;
+  uint64_t gone_among(uint64_t ranks) const;
   /// Null while the group is not broken.
   const FailureRecord* failure();
   /// The last calls of every rank, oldest first, as text.

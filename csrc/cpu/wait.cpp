@@ -60,19 +60,30 @@ bool Wait::sleep_until(const Semaphore& mine, uint32_t peer, uint64_t expected) 
       reason = Reason::kMismatch;
     } else if (InterruptCounter::count() != m_interrupts) {
       reason = Reason::kInterrupted;
-    } else if (left <= 0 || m_group.is_gone(peer)) {
+    } else if (left <= 0 || is_hopeless(mine, peer, expected)) {
       reason = Reason::kTimeout;
     }
-    if (reason == Reason::kNone) {
-      futex_wait(&page.event, event, std::min(left, kNap));
-      continue;
+    if (reason != Reason::kNone) {
+      switch (m_group.give_up(reason, m_call, waited.count(), left <= 0,
+                              [&] { return missing(mine, expected); })) {
+        case Group::Verdict::kComplete: return true;
+        case Group::Verdict::kBroken: return false;
+        case Group::Verdict::kRetry: break;
+      }
     }
-    switch (m_group.give_up(reason, m_call, waited.count(), [&] { return missing(mine, expected); })) {
-      case Group::Verdict::kComplete: return true;
-      case Group::Verdict::kBroken: return false;
-      case Group::Verdict::kRetry: break;
+    if (left > 0) {
+      futex_wait(&page.event, event, std::min(left, kNap));
     }
   }
+}
+
+/// Is a rank gone that I wait for? I wait for them in turn; every nap looks at the one whose turn it is and at
+/// one of the others, so that none ends unnoticed for longer than there are ranks.
+bool Wait::is_hopeless(const Semaphore& mine, uint32_t peer, uint64_t expected) {
+  if (m_group.is_gone(peer)) return true;
+  const uint32_t other = m_probe++ % m_group.world_size();
+  return (m_awaited >> other & 1) != 0 && compare(mine.acquire_from(other), expected) == Seen::kNotYet &&
+         m_group.is_gone(other);
 }
 
 /// A rank that arrives stores one slot after the other. A peer whose slot came first may have passed already,

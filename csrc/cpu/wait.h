@@ -52,12 +52,14 @@ class Wait {
 #endif
   }
   bool sleep_until(const Semaphore& mine, uint32_t peer, uint64_t expected);
+  bool is_hopeless(const Semaphore& mine, uint32_t peer, uint64_t expected);
   uint64_t missing(const Semaphore& mine, uint64_t expected) const;
 
   Group& m_group;
   const CallRecord& m_call;
   uint64_t m_awaited;
   unsigned m_interrupts = InterruptCounter::count();             // when the call began
+  uint32_t m_probe = 0;                                          // whom is_hopeless() looks at next
   std::optional<std::chrono::steady_clock::time_point> m_start;  // of the first slow wait of this call
 };
 
