@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from torch_gpusync.cuda_memory import has_kernels
+
 from .config import TOLERANCE, Config, DemoError
 from .launch import RankFailure, Worker, run_ranks
 from .report import Progress, errors, table
@@ -80,7 +82,7 @@ def _check_device(config: Config) -> None:
     if config.device == "cuda":
         if not torch.cuda.is_available():
             raise DemoError("--device cuda needs a CUDA device, and torch finds none here")
-        if not torch._C._dispatch_has_kernel_for_dispatch_key("gpusync::all_reduce", "CUDA"):
+        if not has_kernels():
             raise DemoError("--device cuda needs CUDA kernels, and this build of gpusync has none")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import sys
 from typing import Any
@@ -26,7 +27,9 @@ class Progress:
         except ImportError:
             tqdm = None
         if tqdm is not None and sys.stderr.isatty():
-            self.bar = tqdm(total=steps, desc=title, unit="step")
+            # Asked for here, because tqdm shows nothing on a terminal that says it is 0 columns wide.
+            width = shutil.get_terminal_size().columns
+            self.bar = tqdm(total=steps, desc=title, unit="step", ncols=width)
         else:
             print(f"{title}: 0/{steps} steps", flush=True)
 
