@@ -118,20 +118,15 @@ def mps(folder: Path) -> Iterator[dict[str, str]]:
         place = folder / f"mps-{kind.lower()}"
         place.mkdir(exist_ok=True)
         env[f"CUDA_MPS_{kind}_DIRECTORY"] = str(place)
+    # The daemon sees all GPUs: what its clients may see, they choose among those that it sees.
+    daemon = {**os.environ, **env}
+    daemon.pop("CUDA_VISIBLE_DEVICES", None)
     try:
-        subprocess.run(
-            [control, "-d"], env={**os.environ, **env}, check=True, timeout=30, stdin=subprocess.DEVNULL
-        )
+        subprocess.run([control, "-d"], env=daemon, check=True, timeout=30, stdin=subprocess.DEVNULL)
         yield env
     finally:
         with contextlib.suppress(subprocess.SubprocessError, OSError):
-            subprocess.run(
-                [control],
-                input=b"quit -t 5\n",
-                env={**os.environ, **env},
-                timeout=30,
-                stdout=subprocess.DEVNULL,
-            )
+            subprocess.run([control], input=b"quit -t 5\n", env=daemon, timeout=30, stdout=subprocess.DEVNULL)
         end_leftovers(spared="")
 
 
