@@ -12,7 +12,7 @@ from torch_gpusync import _token, cuda_memory
 from torch_gpusync.buffer import SymmetricBuffer
 from torch_gpusync.cuda_memory import SharedInProcess
 from torch_gpusync.errors import SyncError
-from torch_gpusync.group import DEFAULT_TIMEOUT, MAX_RANKS, SyncGroup, _seconds
+from torch_gpusync.group import DEFAULT_TIMEOUT, MAX_RANKS, SyncGroup, _device, _seconds
 from torch_gpusync.rendezvous import Rendezvous
 
 _default_names = 0
@@ -64,7 +64,8 @@ def virtual_ranks(
         raise SyncError(f"gpusync: virtual_ranks makes 1 to {MAX_RANKS} ranks, not {n!r}")
     if name is not None and (not isinstance(name, str) or not name):
         raise SyncError(f"gpusync: name must be a string that is not empty, not {name!r}")
-    device = torch.device(device)
+    seconds = _seconds(timeout)
+    device = _device(device)
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
     if on_gpu:
         if n > _MAX_STREAMS:
@@ -78,7 +79,6 @@ def virtual_ranks(
         name = "virtual" if _default_names == 0 else f"virtual{_default_names}"
         _default_names += 1
     store = dist.HashStore()
-    seconds = _seconds(timeout)
 
     def make(rank: int) -> SyncGroup:
         sync = SyncGroup.__new__(SyncGroup)

@@ -77,8 +77,8 @@ bool Wait::sleep_until(const Semaphore& mine, uint32_t peer, uint64_t expected) 
   }
 }
 
-/// Is a rank gone that I wait for? I wait for them in turn; every nap looks at the one whose turn it is and at
-/// one of the others, so that none ends unnoticed for longer than there are ranks.
+/// Is a rank gone that I wait for? I wait for them in turn; every nap looks at the one whose turn it is and
+/// at one of the others, so that none ends unnoticed for more naps than there are ranks.
 bool Wait::is_hopeless(const Semaphore& mine, uint32_t peer, uint64_t expected) {
   if (m_group.is_gone(peer)) return true;
   const uint32_t other = m_probe++ % m_group.world_size();
