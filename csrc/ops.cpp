@@ -53,9 +53,11 @@ STABLE_TORCH_LIBRARY(gpusync, m) {
   m.def("_calls(str group_name) -> int");
   m.def("_preset(str group_name, int epoch) -> ()");
 
-  // all_reduce for a caller who knows that no gradient is needed: without the detour over Python that autograd takes.
+  // all_reduce for a caller who knows that no gradient is needed: without the detour over Python that
+  // autograd takes.
   m.def(
-      "_all_reduce(Tensor(a!) token, str group_name, Tensor x, str reduce_op=\"sum\", str algo=\"auto\") -> Tensor");
+      "_all_reduce(Tensor(a!) token, str group_name, Tensor x, str reduce_op=\"sum\", str algo=\"auto\") -> "
+      "Tensor");
 
   // Does nothing: what the benchmark takes for the cost of a call itself.
   m.def("_nothing(Tensor(a!) token) -> ()");
