@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import multiprocessing
 import os
 import shutil
 import tempfile
 from collections.abc import Generator
+from multiprocessing import forkserver
 
 import pytest
 
@@ -26,6 +28,8 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # in process: no pool of work
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # trust /proc/cpuinfo: probing costs seconds in every process
 
+import common  # noqa: E402  (after the environment is set)
+
 _stderr = 2
 
 
@@ -34,6 +38,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "limit(seconds): how long the watchdog lets this test run")
     # The terminal's: during a test descriptor 2 is captured, and a forced exit loses what it holds.
     _stderr = os.dup(2)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """The process has one forkserver, with what its first user preloads: that must be the harness, not the benchmark."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(common._PRELOAD)
+    forkserver.ensure_running()
 
 
 @pytest.hookimpl(wrapper=True)
