@@ -45,21 +45,26 @@ _SIGNAL = "include/gpusync/signal_controller.h"
 
 # Pauses where a wake-up could be lost or a decision missed, and a sleep so long that a lost wake-up shows: they make some
 # mutants fail in seconds. The protocol itself must pass with all of them, for it relies on nobody being quick.
-_LAST_LOOK = "      futex_wait(&page.event, event, std::min(left, kNap));"
+_NAP = "futex_wait(&page.event, event, std::min(left, kNap));"
 _BEGUN = "  require_usable(call);\n  RankPage& mine"
-_PAUSE = "      usleep(30);\n"
 _LONG_NAP = Edit("cpu/wait.cpp", "constexpr double kNap = 0.05;", "constexpr double kNap = 60;")
 _SLOW_START = Edit("cpu/group.cpp", _BEGUN, _BEGUN.replace(";\n", ";\n  usleep(200);\n"))
+_EXPIRED = "switch (m_group.give_up(reason,"
+_SLOW_EXPIRY = Edit("cpu/wait.cpp", _EXPIRED, _EXPIRED.replace("(m_", "(usleep(100), m_"))
 _SLOW_DECISION = Edit(
     "cpu/failure.cpp",
     "  const uint64_t absent = missing();",
     "  usleep(50);\n  const uint64_t absent = missing();",
 )
-PAUSES = (_LONG_NAP, Edit("cpu/wait.cpp", _LAST_LOOK, _PAUSE + _LAST_LOOK), _SLOW_START, _SLOW_DECISION)
+_SLOW_ARRIVAL = (
+    Edit(_PULL, '#include "gpusync/block.h"\n', '#include "gpusync/block.h"\n#include <unistd.h>\n'),
+    Edit(_PULL, "      wait.notify(peer);\n", "      wait.notify(peer);\n      usleep(50);\n"),
+)
+_SLOW_NAP = Edit("cpu/wait.cpp", _NAP, "usleep(300), " + _NAP)
+PAUSES = (_LONG_NAP, _SLOW_NAP, _SLOW_START, _SLOW_EXPIRY, _SLOW_DECISION, *_SLOW_ARRIVAL)
 _SEMAPHORE_INCLUDE = '#include "gpusync/semaphore.h"\n'
 _SEND = "    m_mailboxes[destination]->inbox.template arrive<true>(m_rank, arrival.pack());\n"
-LONG_NAPS = (_LONG_NAP, Edit("cpu/wait.cpp", _LAST_LOOK, _PAUSE + _LAST_LOOK))
-NAP_RUN = "rings ranks=2 cores=1 rounds=1000000 seconds=20 delay_us=60 timeout=2 limit=1"
+NAP_RUN = "rings ranks=2 cores=1 rounds=1000000 seconds=20 delay_us=200 timeout=2 limit=1"
 GIVE_UP_RUN = "give_ups rounds=1000000 seconds=20 disturb_us=300"
 _LATE = "waited [0-9.]* s for rank|a call took"
 
@@ -214,6 +219,7 @@ _STRESS = (
                 "const bool complete = reason == Reason::kTimeout && absent == 0;",
                 "const bool complete = false && reason == Reason::kTimeout && absent == 0;",
             ),
+            _SLOW_EXPIRY,
         ),
         GIVE_UP_RUN,
         "was passed by",
@@ -221,7 +227,10 @@ _STRESS = (
     Mutant(
         # The last look is at its own slots alone, so that a third rank may have seen what it did not.
         "own_row_only",
-        (Edit("cpu/wait.cpp", "meeting && !come && owner", "false && meeting && !come && owner"),),
+        (
+            Edit("cpu/wait.cpp", "meeting && !come && owner", "false && meeting && !come && owner"),
+            *_SLOW_ARRIVAL,
+        ),
         GIVE_UP_RUN,
         "was passed by",
     ),
@@ -241,7 +250,7 @@ _STRESS = (
             ),
         ),
         "closing rounds=1000000 seconds=20 delay_us=300 disturb_us=500",
-        "has closed the group",
+        r"has closed the group|for rank \.",
     ),
     Mutant(
         # Only the naps' ends would wake anybody.
@@ -262,7 +271,7 @@ _STRESS = (
         "sleeps_unannounced",
         (
             Edit("cpu/wait.cpp", "  const Sleeper sleeper(page);\n", ""),
-            Edit("cpu/wait.cpp", _LAST_LOOK, _PAUSE + "      const Sleeper sleeper(page);\n" + _LAST_LOOK),
+            Edit("cpu/wait.cpp", _NAP, "{ usleep(300); const Sleeper sleeper(page); " + _NAP + " }"),
             _LONG_NAP,
         ),
         NAP_RUN,
@@ -274,11 +283,14 @@ _STRESS = (
         (
             Edit(
                 "cpu/wait.cpp",
-                _LAST_LOOK,
-                _PAUSE
-                + _LAST_LOOK.replace(
-                    "event, std", "std::atomic_ref<uint32_t>(page.event).load() + 0 * event, std"
-                ),
+                _NAP,
+                "usleep(300), " + _NAP.replace("event, std", "0 * event + load(page.event), std"),
+            ),
+            Edit(
+                "cpu/wait.cpp",
+                "bool Wait::sleep_until(",
+                "static uint32_t load(uint32_t& word) { return std::atomic_ref(word).load(); }\n"
+                "bool Wait::sleep_until(",
             ),
             _LONG_NAP,
         ),
@@ -294,7 +306,7 @@ _STRESS = (
             Edit(
                 _SIGNAL,
                 _SEND + "    wait.notify(destination);\n",
-                "    wait.notify(destination);\n" + _PAUSE + _SEND,
+                "    wait.notify(destination);\n    usleep(5000);\n" + _SEND,
             ),
             _LONG_NAP,
         ),
