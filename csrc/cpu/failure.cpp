@@ -154,10 +154,10 @@ void Group::write_failure(Reason reason, const CallRecord& call, double waited, 
   for (uint32_t r = 0; r < m_config.world_size; ++r) {
     const uint32_t calls = std::atomic_ref<uint32_t>(page(r).calls).load(std::memory_order_relaxed);
     record.calls[r] = calls == 0 ? CallRecord{} : page(r).ring.read(calls);
-    // A host runs ahead of its device, and a replayed graph does without it: the slot knows better.
-    if (seen != nullptr && op_of(static_cast<uint32_t>(seen[r] >> 32)) != record.calls[r].op) {
-      record.calls[r] = from_slot(seen[r]);
-    }
+    // A host runs ahead of its device, and a replayed graph does without it: the slot knows better, if it
+    // knows.
+    const Op announced = seen == nullptr ? Op::kNone : op_of(static_cast<uint32_t>(seen[r] >> 32));
+    if (announced != Op::kNone && announced != record.calls[r].op) record.calls[r] = from_slot(seen[r]);
   }
   const RankPage& mine = page(rank);
   std::string text = std::string(name(call.op)) + "(group='" + m_config.name + "', ";
@@ -207,6 +207,8 @@ void Group::take_over_device_failure() {
     return;
   }
   CallRecord call = from_slot(Arrival{device.epoch, device.fingerprint}.pack());
+  if (call.op == Op::kSignal)
+    call.op = Op::kWaitSignal;  // they share a fingerprint, and a signal cannot fail
   if (device.channel < m_config.channels) call.channel = static_cast<int16_t>(device.channel);
   write_failure(reason == DeviceReason::kTimeout    ? Reason::kTimeout
                 : reason == DeviceReason::kMismatch ? Reason::kMismatch
