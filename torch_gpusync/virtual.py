@@ -48,8 +48,9 @@ def virtual_ranks(
     its ops and the work around them have to run on (``with torch.cuda.stream(sync.stream)``); one thread can
     drive them all, for no op waits on the host. More than 8 streams need ``CUDA_DEVICE_MAX_CONNECTIONS=32``
     in the environment before CUDA is initialised, or ranks may wait for ranks behind them in one hardware
-    queue. Buffers are made by all ranks at the same time, each from its thread, or with
-    :func:`virtual_buffers`.
+    queue. No rank may get further ahead of the others than some hundred launches: CUDA blocks the host at about a
+    thousand, and the launches that would make room may be its own. Buffers are made by all ranks at the same
+    time, each from its thread, or with :func:`virtual_buffers`.
 
     Args:
         n: number of ranks, 1 to 64; on a GPU 1 to 32.

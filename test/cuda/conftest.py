@@ -15,8 +15,8 @@ _DEVICE = os.environ.get("GPUSYNC_TEST_DEVICE", "")
 
 collect_ignore_glob = {"cuda": [], "cpu": ["test_gpu_[!o]*.py"]}.get(_DEVICE, ["test_gpu_*.py"])
 
-if _DEVICE:  # `make test` reads this file too, and its compiled tests want the compiler preloaded
-    # Ranks are forked from a process that must not have touched CUDA, and importing a compiler may.
+if _DEVICE and "GPUSYNC_TEST_PRELOAD" not in os.environ:  # (`make test` reads this file too)
+    # Ranks are forked from a process that must not have touched CUDA, and importing a compiler may: the runner tries.
     common._PRELOAD[:] = ["torch", "torch.distributed", "torch_gpusync", "pytest"]
 
 _TEST_LIMIT = 100.0  # seconds for a test that names no limit of its own
@@ -26,3 +26,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name.startswith("test_gpu_") and item.get_closest_marker("limit") is None:
             item.add_marker(pytest.mark.limit(_TEST_LIMIT))
+
+
+class _AtOnce:
+    """Tells what has failed when it fails: a watchdog may end the session before pytest would."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.write_line(
+                f"\n{report.nodeid} took {report.duration:.1f} s:\n{report.longreprtext[-3000:]}"
+            )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if _DEVICE:
+        config.pluginmanager.register(_AtOnce(config))

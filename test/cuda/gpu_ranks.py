@@ -5,7 +5,8 @@ A body is `body(sync, *args)`: what one rank does. It runs unchanged as a virtua
 While ranks wait for one another on the GPU, a body launches gpusync's own kernels, copies, and what load_kernels()
 has loaded, and waits for its own stream only: inputs are made on the host before, results are compared on the host
 after. `sync.buffer` makes the hosts meet. (CUDA loads a kernel at its first launch, and may wait then for every
-kernel that runs: also for one that waits for this rank.)
+kernel that runs: also for one that waits for this rank.) And a body waits for its stream every few hundred launches:
+a host with a thousand of them pending is blocked, perhaps together with the other threads of its process.
 """
 
 from __future__ import annotations
@@ -64,13 +65,13 @@ def load_kernels() -> None:
     torch.cuda._sleep(1000)
     floats = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
     for dtype in (*floats, torch.int32, torch.int64, torch.uint8):
-        x = torch.ones(64, dtype=dtype, device="cuda")
+        x, one = torch.ones(64, dtype=dtype, device="cuda"), torch.ones(1, dtype=dtype, device="cuda")
         for size in (1, 2, 3, 64):
             for y in (x[:size], x[64 - size :], x[::2][:size]):
                 y.fill_(1)
                 y.zero_()
                 y.add_(1)
-                y.copy_(x[:1].expand(y.shape))
+                y.copy_(one.expand(y.shape))
                 y.contiguous()
     torch.cuda.synchronize()
 
@@ -158,6 +159,12 @@ def settle(sync: SyncGroup) -> None:
     if ON_GPU:
         torch.cuda.current_stream().synchronize()
     sync.check()
+
+
+def keep_pace(sync: SyncGroup, number: int) -> None:
+    """Waits for the stream at every 50th `number`: see above."""
+    if number % 50 == 49:
+        settle(sync)
 
 
 def late(microseconds: float) -> None:

@@ -35,6 +35,7 @@ PYTEST_WHEELS = ("pytest", "pluggy", "iniconfig", "packaging", "pygments", "Pygm
 class Part:
     files: tuple[str, ...]
     limit: float  # seconds
+    processes: bool = False  # each rank is one; else they are streams of one
     mps: bool = False
 
 
@@ -43,9 +44,9 @@ PARTS = {
     "graphs": Part(("test_gpu_streams.py", "test_gpu_graphs.py"), 240),
     "faults": Part(("test_gpu_faults.py",), 240),
     "setup": Part(("test_gpu_setup.py",), 240),
-    "mps": Part(("test_gpu_processes.py",), 240, mps=True),
-    "processes": Part(("test_gpu_processes.py",), 240),
-    "compile": Part(("test_gpu_compile.py",), 400, mps=True),
+    "mps": Part(("test_gpu_processes.py",), 240, processes=True, mps=True),
+    "processes": Part(("test_gpu_processes.py",), 240, processes=True),
+    "compile": Part(("test_gpu_compile.py",), 470, processes=True, mps=True),
     "sanitizer": Part(("test_gpu_sanitizer.py",), 240),
 }
 
@@ -197,6 +198,33 @@ def describe_gpu(python: str, env: dict[str, str]) -> str:
     return found.stdout.strip() + driver
 
 
+def preload(python: str, env: dict[str, str]) -> dict[str, str]:
+    """The environment that lets ranks be forked from a process that has imported the compiler, which saves seconds for
+    each; nothing where that does not work, for such a process must not have touched CUDA."""
+    code = (
+        "import contextlib, importlib, os, sys\n"
+        f"sys.path.insert(0, {str(HERE.parent)!r})\n"
+        "import common\n"
+        "for name in common._PRELOAD:\n"
+        "    with contextlib.suppress(ImportError): importlib.import_module(name)\n"
+        "import torch\n"
+        "pid, code = os.fork(), 1\n"
+        "if pid == 0:\n"
+        "    try: code = int(torch.ones(1, device='cuda').item() != 1)\n"
+        "    finally: os._exit(code)\n"
+        "sys.exit(os.waitpid(pid, 0)[1] != 0)"
+    )
+    more = {
+        "GPUSYNC_TEST_PRELOAD": "compiler",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # is_available() without a context
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        tried = subprocess.run([python, "-c", code], env={**env, **more}, capture_output=True, timeout=60)
+        return more if tried.returncode == 0 else {}
+    return {}
+
+
 def unpack(wheel: Path, site: Path, python: str) -> None:
     """What PYTHON shall import: the wheel, and pytest should it be missing."""
     if not wheel.is_file():
@@ -243,9 +271,9 @@ def main() -> int:
             "PYTHONSAFEPATH": "1",  # the source folder would hide the wheel
             "PYTHONUNBUFFERED": "1",
             "GPUSYNC_TEST_DEVICE": "cuda",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # a hardware queue for each of up to 32 virtual ranks
         }
         gpu = describe_gpu(options.python, env)
+        env |= preload(options.python, env)
         print(f"test-gpu: {options.wheel.name} on {gpu}", flush=True)
         for name in chosen:
             part = PARTS[name]
@@ -255,7 +283,8 @@ def main() -> int:
                 continue
             print(f"==> {name}", flush=True)
             with contextlib.ExitStack() as stack:
-                more = {}
+                # A hardware queue for each of up to 32 virtual ranks. (Eight processes under MPS cannot have so many.)
+                more = {} if part.processes else {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
                 if part.mps:
                     more = {**stack.enter_context(mps(Path(folder))), "GPUSYNC_TEST_SHARING": "mps"}
                 results[name] = run_part(name, part, options.python, {**env, **more}, log, limit)

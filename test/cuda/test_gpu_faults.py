@@ -197,7 +197,12 @@ def test_case_10_ranks_that_call_different_things(name: str) -> None:
     with virtual_group(3) as ranks:
         drive(ranks, messages, 3)
         start = time.monotonic()
-        outputs = launch(ranks, lambda sync: (one if sync.rank == 1 else most)(sync))
+
+        def call(sync: SyncGroup) -> object:
+            late(50_000)  # until the hosts of all ranks have made their calls
+            return (one if sync.rank == 1 else most)(sync)
+
+        outputs = launch(ranks, call)
         assert time.monotonic() - start < 2.0
         for y in outputs:
             assert y is None or (isinstance(y, Tensor) and poison(y.dtype)(y)), y
@@ -211,7 +216,12 @@ def test_case_10_ranks_that_call_different_things(name: str) -> None:
 def test_an_empty_call_on_one_rank_is_a_mismatch() -> None:
     with virtual_group(3) as ranks:
         launch(ranks, lambda sync: sync.all_reduce(_INPUTS[10][:0]), absent=[0, 2])
-        outputs = launch(ranks, _reduce(10))
+
+        def call(sync: SyncGroup) -> object:
+            late(50_000)
+            return _reduce(10)(sync)
+
+        outputs = launch(ranks, call)
         for sync, y in zip(ranks, outputs, strict=True):
             expect(SyncMismatchError, "all_reduce", sync.check)
             assert isinstance(y, Tensor) and y.isnan().all()
