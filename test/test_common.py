@@ -207,7 +207,8 @@ def test_the_watchdog_ends_a_test_that_hangs_in_the_test_process(tmp_path: Path)
     (tmp_path / "test_hanging.py").write_text(_HANGING_TEST)
     (tmp_path / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
     command = [sys.executable, "-m", "pytest", "-q", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}  # where conftest.py finds the harness
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=env)
     assert done.returncode != 0
     assert "Timeout (0:00:01)!" in done.stderr
     assert "in test_hangs" in done.stderr
