@@ -477,6 +477,16 @@ def test_a_world_of_one() -> None:
     run_ranks(_alone, 1, process_group=False)
 
 
+def _with_a_uuid(rank: int) -> None:
+    sync = SyncGroup(timeout=20.0)
+    assert sync.device == torch.device("cpu")
+    check_health(sync)
+
+
+def test_case_21_visible_devices_may_be_named_by_uuid() -> None:
+    run_ranks(_with_a_uuid, 2, env={"CUDA_VISIBLE_DEVICES": "GPU-01234567-89ab-cdef-0123-456789abcdef"})
+
+
 def test_groups_made_by_two_threads_at_once_share_the_token() -> None:
     """Two tokens would let a compiler move one group's ops past another's."""
     from torch_gpusync import _token

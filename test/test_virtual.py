@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -146,6 +147,21 @@ def test_bad_arguments(arguments: dict[str, Any], pattern: str) -> None:
     start = time.monotonic()
     expect(SyncError, pattern, torch_gpusync.virtual_ranks, **arguments)
     assert time.monotonic() - start < 2.0 * slack()
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), timedelta.max, 1e-3])
+def test_timeouts_without_measure(timeout: float | timedelta) -> None:
+    """For ever is allowed, and a millisecond is too when nobody has to be waited for that long."""
+    ranks = torch_gpusync.virtual_ranks(2, timeout=30.0)
+    for sync in ranks:
+        sync.timeout = timeout
+    ranks[0].signal(1)
+    ranks[1].wait_signal(0)
+    if timeout != 1e-3:
+        run_threads(lambda rank: check_health(ranks[rank]), 2)
+    else:
+        expect(torch_gpusync.SyncTimeoutError, r"waited 0\.\d s for rank 1", ranks[0].barrier)
+    close_all(ranks)
 
 
 def test_buffers_of_all_ranks_from_one_thread() -> None:

@@ -134,14 +134,20 @@ class SyncGroup:
     module's attribute, in a list, as a global or in a closure; ``state_dict``, ``.to()``, DDP and FSDP do not
     see it, and ``copy.deepcopy`` gives the same object. Ranks are always ranks in the group.
 
+    No wait is unbounded. When one is given up (timeout, a rank that is gone, ranks that call different
+    things, Ctrl-C) the group is broken: all ranks that wait raise the error, and every later op does so at
+    once. Close it then, and make it again on all ranks. Ctrl-C ends a wait on the CPU within a second,
+    whatever handler the process has for SIGINT (which is called, too), unless the process ignores it. A
+    process forked from this one cannot use the group; it may make groups of its own.
+
     Args:
         group: a c10d ProcessGroup, a 1-D DeviceMesh or a process group's name. Default: WORLD.
         device: default: the group's own (its bound device; cpu for Gloo; the current GPU for NCCL).
         name: what compiled graphs know the group by. Default: ``world`` or the process group's name, then
             ``/1``, ... for further groups on it, by order of creation.
         channels: how many independent channels barriers, signals and push buffers have, from 0.
-        buffer_bytes: staging memory of each rank for collectives (default: 4 MiB, on GPUs 16 MiB); payloads of
-            more than half of it are worked off in parts. On GPUs as much again holds what is pushed.
+        buffer_bytes: staging memory of each rank for collectives (default: 4 MiB, on GPUs 16 MiB); payloads
+            of more than half of it are worked off in parts. On GPUs as much again holds what is pushed.
         timeout: seconds, or a timedelta, that any wait may take, this construction included. May be set
             later.
 
@@ -289,8 +295,8 @@ class SyncGroup:
                 return problem
             if not cuda_memory.has_kernels():
                 return (
-                    f"device '{self.device}' was asked for, but the library was built without nvcc: build it again "
-                    "where nvcc is on PATH"
+                    f"device '{self.device}' was asked for, but the library was built without nvcc: build it "
+                    "again where nvcc is on PATH"
                 )
         elif self.device.type != "cpu":
             return f"device '{self.device}' has no back end: use 'cpu' or 'cuda'"
