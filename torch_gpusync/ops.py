@@ -23,8 +23,7 @@ REDUCIBLE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16,
 buffer_meta: dict[tuple[str, str], tuple[torch.Size, torch.dtype]] = {}
 
 _lib = torch.library.Library("gpusync", "FRAGMENT")
-# Local in its forward pass, so it does not mutate the token there; the gradient does.
-_lib.define("copy_to_ranks(Tensor token, str group_name, Tensor x) -> Tensor")
+_lib.define("copy_to_ranks(Tensor(a!) token, str group_name, Tensor x) -> Tensor")
 _lib.define("reduce_from_ranks(Tensor(a!) token, str group_name, Tensor x) -> Tensor")
 
 
