@@ -114,7 +114,7 @@ def _misbehave(sync: SyncGroup, what: str, way: str) -> str:
         learn("failed 0"), learn("failed 1")
         return ""
     if way == "stopped":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     else:
         learn("failed 0"), learn("failed 1")
     if way == "never":

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -332,7 +333,10 @@ def _leaves_halfway(rank: int, how: str, step: int) -> None:
         def stop_at_step(self: Rendezvous, *args: Any) -> Any:
             if next(rounds) == step:
                 tell("pid", str(os.getpid()))
-                os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+                # To this thread: another one may take a signal to the process, and this one run on meanwhile.
+                signal.pthread_kill(
+                    threading.get_ident(), signal.SIGKILL if how == "dies" else signal.SIGSTOP
+                )
             return meet(self, *args)
 
         Rendezvous._meet = stop_at_step  # type: ignore[method-assign]
