@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import statistics
 import sys
 from typing import Any
@@ -26,10 +26,8 @@ class Progress:
             from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
         except ImportError:
             tqdm = None
-        if tqdm is not None and sys.stderr.isatty():
-            # Asked for here, because tqdm shows nothing on a terminal that says it is 0 columns wide.
-            width = shutil.get_terminal_size().columns
-            self.bar = tqdm(total=steps, desc=title, unit="step", ncols=width)
+        if tqdm is not None and _room_for_a_bar():
+            self.bar = tqdm(total=steps, desc=title, unit="step")
         else:
             print(f"{title}: 0/{steps} steps", flush=True)
 
@@ -51,6 +49,14 @@ class Progress:
 
     def _part(self, step: int) -> int:
         return step * _LINES // self.steps
+
+
+def _room_for_a_bar() -> bool:
+    """Is standard error a terminal with a size? tqdm shows nothing on one that says it is 0 columns wide."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except (OSError, ValueError):  # not a terminal; not a file at all
+        return False
 
 
 def errors(whole: Result, ranks: list[Result]) -> dict[str, float]:
