@@ -13,12 +13,13 @@
      5. ATOMIC: a barrier is given up by all or by none: no rank passes it before or after another gives it
         up (STALL: not even if the deciding rank stalls and another takes over; that is more than the
         protocol promises);
-     6. GONE: without deaths and expiries nobody raises, though ranks close the group once they are through.
+     6. GONE: without deaths and expiries nobody raises, though ranks close the group once they are through;
+        with deaths only ranks that are gone are called missing.
 
    ROW_ONLY     the scan of a decision looks at the decider's own slots alone: enough for 1 to 4, not for 5
-                and 6
    GONE         waits do not expire; they are given up when the awaited rank is dead or has closed the group
    REACH_x      not a property: asserts that a place cannot be reached, to show that it can
+   BLAME_ALL    a mutant of GONE: whoever has not come counts as missing
    Mutants: NO_STATE_CHECK, NO_RESCAN, SCAN_EARLY, PLAIN_RETURN, RELEASE_ARRIVAL, RECORD_LATE, ONE_RECORD,
    NO_LIMIT */
 
@@ -152,6 +153,19 @@ inline scan() {
   od
 }
 
+#ifdef GONE
+/* Before its time a wait is given up for ranks that are gone alone (Group::gone_among). Leaves them in `absent`;
+   if there are none, those who have not come are on their way, and the wait goes on. */
+inline blame() {
+  on_their_way = absent != 0;
+  do
+  :: s < N && gone[s] -> s++
+  :: s < N && !gone[s] -> absent = absent & ~BIT(s); s++
+  :: s == N -> s = 0; break
+  od
+}
+#endif
+
 /* Group::give_up. Leaves `verdict`: COMPLETE (all had come), RETRY (another rank decided that the group lives
    on), LOST (broken). */
 inline give_up() {
@@ -165,6 +179,9 @@ inline give_up() {
      absent = BIT(p);
 #elif !defined(SCAN_EARLY)
      scan();
+#endif
+#if defined(GONE) && !defined(BLAME_ALL)
+     blame();
 #endif
      if
      :: absent == 0 ->
@@ -182,6 +199,10 @@ inline give_up() {
   :: PHASE(state) != OK
   fi;
   absent = 0;
+#ifdef GONE
+  if :: verdict == COMPLETE && on_their_way -> verdict = RETRY :: else fi;
+  on_their_way = 0;
+#endif
   if
   :: verdict == LATE -> settle(ok, 0); if :: ok -> verdict = RETRY :: else -> verdict = LOST fi
   :: else
@@ -193,6 +214,9 @@ inline check_given_up() {
   if :: !stalled -> missed[k] = absent :: else fi;
   for (q : 0 .. N - 1) {
     assert(stalled || !HAS(absent, q) || passed[q] < k);    /* 1 */
+#ifdef GONE
+    assert(stalled || !HAS(absent, q) || gone[q]);          /* 6 */
+#endif
 #ifdef ATOMIC
     assert(stalled || passed[q] < k);                       /* 5 */
 #endif
@@ -214,10 +238,20 @@ inline check_passed() {
   passed[me] = k
 }
 
-/* The wait for rank p ends without its arrival: the timeout has expired, or p is gone. */
+/* The wait for rank p ends without its arrival: the timeout has expired, or a rank that has not come is gone (p is
+   looked for, and then looked at, so that it may have come in between: Wait::is_hopeless). */
 #define WAITING p < N && p != me
 #ifdef GONE
-#define EXPIRED :: WAITING && slot[SLOT(me, p)] < k -> if :: gone[p] -> give_up() :: !gone[p] fi
+#define GONE_TOO(other) (other != me && slot[SLOT(me, other)] < k && gone[other])
+#if N == 2
+#define ANY_GONE (GONE_TOO(0) || GONE_TOO(1))
+#elif N == 3
+#define ANY_GONE (GONE_TOO(0) || GONE_TOO(1) || GONE_TOO(2))
+#else
+#define ANY_GONE (GONE_TOO(0) || GONE_TOO(1) || GONE_TOO(2) || GONE_TOO(3))
+#endif
+#define EXPIRED \
+  :: WAITING && slot[SLOT(me, p)] < k -> if :: gone[p] || ANY_GONE -> give_up() :: !(gone[p] || ANY_GONE) fi
 #else
 #define EXPIRED :: WAITING && slot[SLOT(me, p)] < k -> give_up()
 #endif
@@ -226,6 +260,7 @@ proctype rank(byte me) {
   byte k = 1;           /* the barrier under way */
   byte p, s, o, q, absent, now, verdict;
   bit ok;
+  bit on_their_way;
   bit stalled;          /* GHOST: I have taken a decision over */
   {
     do

@@ -18,6 +18,7 @@
    TAKE_OVER    a rank that finds the decider dead claims the decision itself, writes the record and tells
                 everybody; without, it gives up alone, and 3 and 5 hold only as long as no rank dies in a
                 decision
+   POLL_ON      see go_on()
    Mutants: NO_GRACE, NO_LOOK (arrives whatever the status), RESTORE_LATE (returns the claim before the
    statuses), REASON_FIRST (the record's `reason` before the rest), NO_LIMIT */
 
@@ -133,7 +134,11 @@ inline go_on() {
         whole = 0
      fi;
      absent = 0
+#ifdef POLL_ON          /* the code, literally: a rank that goes on polling for ever is then a cycle, not a dead end */
+  :: claim != 0 -> settle(0, 0)
+#else
   :: claim != 0 -> settle(0, 1)
+#endif
   fi
 }
 
