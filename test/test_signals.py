@@ -329,6 +329,7 @@ def _child(sync: SyncGroup, rank: int) -> None:
         expect(SyncError, _FORKED, call)
     assert sync.timeout == 20.0
     sync.close()
+    torch.set_num_threads(1)  # renews torch's own pool after a fork, which two threads must not do at once
     # The name is free in the child.
     own = torch_gpusync.virtual_ranks(2, name=f"of rank {rank}", timeout=20.0)
     threads = [threading.Thread(target=check_health, args=(each,)) for each in own]
