@@ -154,8 +154,8 @@ inline scan() {
 }
 
 #ifdef GONE
-/* Before its time a wait is given up for ranks that are gone alone (Group::gone_among). Leaves them in `absent`;
-   if there are none, those who have not come are on their way, and the wait goes on. */
+/* Before its time a wait is given up for ranks that are gone alone (Group::gone_among). Leaves them in
+   `absent`; if there are none, those who have not come are on their way, and the wait goes on. */
 inline blame() {
   on_their_way = absent != 0;
   do
@@ -238,8 +238,8 @@ inline check_passed() {
   passed[me] = k
 }
 
-/* The wait for rank p ends without its arrival: the timeout has expired, or a rank that has not come is gone (p is
-   looked for, and then looked at, so that it may have come in between: Wait::is_hopeless). */
+/* The wait for rank p ends without its arrival: the timeout has expired, or a rank that has not come is gone
+   (p is looked for, and then looked at, so that it may have come in between: Wait::is_hopeless). */
 #define WAITING p < N && p != me
 #ifdef GONE
 #define GONE_TOO(other) (other != me && slot[SLOT(me, other)] < k && gone[other])

@@ -134,7 +134,7 @@ inline go_on() {
         whole = 0
      fi;
      absent = 0
-#ifdef POLL_ON          /* the code, literally: a rank that goes on polling for ever is then a cycle, not a dead end */
+#ifdef POLL_ON          /* the code, literally: a rank that polls for ever is then a cycle, not a dead end */
   :: claim != 0 -> settle(0, 0)
 #else
   :: claim != 0 -> settle(0, 1)

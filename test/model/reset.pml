@@ -1,4 +1,4 @@
-/* Group::reset: a broken group is made usable again, in place.
+/* Group::reset, which is not in the code yet: a broken group is made usable again, in place.
 
    First era: one barrier, in which some ranks may give up; each rank has then raised or passed. All call
    reset. Second era: ROUNDS barriers. How ranks agree to give up is breaking.pml's matter; here it is one

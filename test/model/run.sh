@@ -3,7 +3,7 @@
 #
 #   run.sh                    all variants; exit status 0 only when every verdict is as expected
 #   run.sh breaking           those whose name begins with it
-#   run.sh large              those of `variants_large`, which take about an hour
+#   run.sh large              those of `variants_large`, which take half an hour
 #   run.sh trace NAME         the counterexample of one variant, step by step
 #
 # JOBS (default: the number of cores) variants run at a time; LIMIT (default 300, large 3600) bounds one, in
