@@ -157,6 +157,11 @@ std::string dump(std::string group_name) { return find_group(group_name)->dump()
 
 int64_t calls(std::string group_name) { return find_group(group_name)->calls(); }
 
+#if !defined(GPUSYNC_CUDA_ARCHITECTURES)
+#define GPUSYNC_CUDA_ARCHITECTURES ""
+#endif
+std::string cuda_architectures() { return GPUSYNC_CUDA_ARCHITECTURES; }
+
 void nothing(Tensor) {}
 
 void preset(std::string group_name, int64_t epoch) {
@@ -194,5 +199,6 @@ STABLE_TORCH_LIBRARY_IMPL(gpusync, CompositeExplicitAutograd, m) {
   m.impl("_failure", TORCH_BOX(&gpusync::failure));
   m.impl("_dump", TORCH_BOX(&gpusync::dump));
   m.impl("_calls", TORCH_BOX(&gpusync::calls));
+  m.impl("_cuda_architectures", TORCH_BOX(&gpusync::cuda_architectures));
   m.impl("_preset", TORCH_BOX(&gpusync::preset));
 }

@@ -59,6 +59,9 @@ STABLE_TORCH_LIBRARY(gpusync, m) {
       "_all_reduce(Tensor(a!) token, str group_name, Tensor x, str reduce_op=\"sum\", str algo=\"auto\") -> "
       "Tensor");
 
+  // What the library was compiled for: "80,90,100,100+ptx", or nothing.
+  m.def("_cuda_architectures() -> str");
+
   // Does nothing: what the benchmark takes for the cost of a call itself.
   m.def("_nothing(Tensor(a!) token) -> ()");
 }

@@ -282,7 +282,8 @@ def _left_deciding(rank: int) -> str:
         assert state.item() == 0
         time.sleep(0.1)
         state.fill_(2 << 8 | 1)
-        learn("told 0"), learn("told 1")
+        for peer in {*range(sync.world_size)} - {2}:
+            learn(f"told {peer}")
         return str(expect(SyncTimeoutError, "is broken", sync.barrier))
     error, seconds = timed(sync.barrier)
     assert isinstance(error, SyncTimeoutError) and error.missing_ranks == [2], error
@@ -294,7 +295,8 @@ def _left_deciding(rank: int) -> str:
 
 
 def test_a_decision_that_its_rank_leaves_halfway_is_taken_over() -> None:
-    run_ranks(_left_deciding, 3)
+    """By one of five who run out of patience at once, and that one has its own time to decide."""
+    run_ranks(_left_deciding, 6)
 
 
 def test_a_new_timeout_holds_for_a_wait_under_way() -> None:

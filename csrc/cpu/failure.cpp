@@ -127,10 +127,15 @@ bool Group::break_group(State deciding, Reason reason, const CallRecord& call, d
 }
 
 bool Group::settle(const CallRecord& call) {
-  const auto start = std::chrono::steady_clock::now();
+  auto start = std::chrono::steady_clock::now();
+  State seen = state();
   for (;;) {
     const State now = state();
     if (now.phase() != Phase::kDeciding) return now.phase() == Phase::kOk;
+    if (now.word != seen.word) {  // a peer has taken over before me: it has its own time
+      seen = now;
+      start = std::chrono::steady_clock::now();
+    }
     const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
     const State mine = now.with(m_config.rank, Phase::kDeciding);
     if (waited.count() > kDecisionLimit && now.rank() != m_config.rank && move_state(now, mine)) {

@@ -83,7 +83,8 @@ def library() -> Iterator[Finding]:
     for key in ("CPU", "CUDA"):
         if any(has_kernel(f"gpusync::{name}", key) for name in names):
             usable = sum(runs(f"gpusync::{name}", key) for name in names)
-            yield Finding(section, f"{key} kernels", "ok", f"for {usable} of {len(names)} ops")
+            built_for = f"; compiled for sm_{ops._cuda_architectures()}" if key == "CUDA" else ""
+            yield Finding(section, f"{key} kernels", "ok", f"for {usable} of {len(names)} ops{built_for}")
         elif key == "CPU":
             yield Finding(section, f"{key} kernels", "bad", "none", "build the library again")
         elif torch.version.cuda:
