@@ -41,6 +41,7 @@ _MEMORY = "include/gpusync/memory_order.h"
 _SEMAPHORE = "include/gpusync/semaphore.h"
 _PULL = "include/gpusync/pull_controller.h"
 _PUSH = "include/gpusync/push_controller.h"
+_DEVICE_WAIT = "include/gpusync/device_wait.h"
 _SIGNAL = "include/gpusync/signal_controller.h"
 
 # Pauses where a wake-up could be lost or a decision missed, and a sleep so long that a lost wake-up shows: they make some
@@ -350,6 +351,29 @@ _STRESS = (
         "barriers rounds=1000000 seconds=20 delay_us=100",
         "ThreadSanitizer: data race",
         "thread",
+    ),
+    Mutant(
+        # Who finds the deciding rank dead gives up alone: nobody else hears of it, and there is no record of why.
+        "kernels_give_up_alone",
+        (
+            Edit(
+                _DEVICE_WAIT,
+                "if (time - start <= kDecisionLimitNs || !move_claim(group, decider, 1 + group.rank)) continue;",
+                "if (time - start <= kDecisionLimitNs) continue;\n"
+                "    if (time != 0) {\n"
+                "      store(context.status, static_cast<uint32_t>(DeviceStatus::kBroken));\n"
+                "      return false;\n"
+                "    }",
+            ),
+        ),
+        "kernels rounds=7",
+        "left the reason 0",
+    ),
+    Mutant(
+        "kernels_wait_for_who_has_closed",
+        (Edit(_DEVICE_WAIT, "~uint64_t{0} : host_word(group.gone);", "~uint64_t{0} : 0;"),),
+        "kernels rounds=7",
+        "took too long",
     ),
 )
 

@@ -129,6 +129,13 @@ def test_stress(programs: Programs, arguments: str) -> None:
     print(done.stdout, end="")
 
 
+@pytest.mark.parametrize("ranks", ["ranks=3", "ranks=4 processes=1 disturb_us=500"])
+def test_the_wait_of_kernels(programs: Programs, ranks: str) -> None:
+    """Seven scenes, of a rank that is late to one that dies while it decides: the same code as on a GPU, on threads."""
+    done = run(programs.get("protocol"), f"kernels {ranks} rounds=7")
+    assert done.returncode == 0, done.stderr
+
+
 def test_nobody_needs_to_be_quick(programs: Programs) -> None:
     program = programs.get("pauses")
     for arguments in (

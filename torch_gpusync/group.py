@@ -479,8 +479,8 @@ class SyncGroup:
     def close(self) -> None:
         """Give up the group in this process; its ops fail from now on. Idempotent, and not collective.
 
-        A peer that still waits for this rank is told at once (on a GPU it waits until its timeout, and graphs that
-        hold the group's ops must not be replayed any more). To make the group again under the same name
+        It waits for what this rank has launched. A peer that still waits for this rank is told then. (On a GPU,
+        graphs that hold the group's ops must not be replayed any more.) To make the group again under the same name
         (compiled functions know it by that), pass ``name=``: default names count up.
         """
         self._finalizer()

@@ -214,6 +214,10 @@ void Group::take_over_device_failure() {
   CallRecord call = from_slot(Arrival{device.epoch, device.fingerprint}.pack());
   if (call.op == Op::kSignal)
     call.op = Op::kWaitSignal;  // they share a fingerprint, and a signal cannot fail
+  if (call.op == Op::kNone) {   // it failed before it came to its slots
+    const uint32_t calls = std::atomic_ref<uint32_t>(page(device.rank).calls).load(std::memory_order_relaxed);
+    if (calls != 0) call = page(device.rank).ring.read(calls);
+  }
   if (device.channel < m_config.channels) call.channel = static_cast<int16_t>(device.channel);
   write_failure(reason == DeviceReason::kTimeout    ? Reason::kTimeout
                 : reason == DeviceReason::kMismatch ? Reason::kMismatch

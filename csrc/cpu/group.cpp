@@ -62,6 +62,12 @@ Group::Group(GroupConfig config, void* memory, std::shared_ptr<void> keep_alive)
 
 Group::~Group() {
   if (is_inherited()) return;
+  m_device_part.reset();  // waits for its kernels
+  leave();
+}
+
+void Group::leave() {
+  std::atomic_ref<uint64_t>(group_page().gone).fetch_or(uint64_t{1} << m_config.rank);
   std::atomic_ref<int32_t>(page(m_config.rank).pid).store(-1, std::memory_order_release);
 }
 

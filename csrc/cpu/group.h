@@ -125,6 +125,9 @@ class Group {
   std::pair<void*, size_t> device_visible() const { return {m_memory, m_layout.staging(0, 0)}; }
   DeviceFailure* device_failure() const { return &group_page().device_failure; }
   const uint64_t* timeout_ns() const { return &page(m_config.rank).timeout_ns; }
+  const uint64_t* gone() const { return &group_page().gone; }
+  /// Tells the peers that this rank will make no more calls, and that all it made have run.
+  void leave();
 
   // --- what the above and Wait share
   uint32_t checked_channel(int64_t channel) const;

@@ -48,7 +48,9 @@ struct FailureRecord {
 
 struct GroupPage {
   alignas(kLineBytes) uint32_t state;
-  alignas(kLineBytes) DeviceFailure device_failure;  // written by kernels of ranks on GPUs
+  // For kernels of ranks on GPUs, which read the one and write the other.
+  alignas(kLineBytes) uint64_t gone;  // mask of the ranks that have closed the group
+  alignas(kLineBytes) DeviceFailure device_failure;
 };
 
 struct RankPage {

@@ -42,6 +42,7 @@ Group::Group(cpu::Group& host, DeviceConfig config, std::shared_ptr<void> keep_a
   for (uint32_t r = 0; r < world_size; ++r) escape.status[r] = in_pad<uint32_t>(r, m_layout.status());
   escape.failure = on_device(host.device_failure());
   escape.timeout_ns = on_device(host.timeout_ns());
+  escape.gone = on_device(host.gone());
   escape.rank = rank;
   escape.world_size = world_size;
   check(cudaMalloc(reinterpret_cast<void**>(&m_escape), sizeof escape), "cudaMalloc");
@@ -87,6 +88,12 @@ Group::~Group() {
   int before = 0;
   // At exit the driver may be gone already, and with it all that would be freed here.
   if (cudaGetDevice(&before) != cudaSuccess || cudaSetDevice(m_config.device) != cudaSuccess) return;
+  // What frees memory waits for everything in this process, other ranks' waits for this one included: so they
+  // are told first, but not before what this rank launched has run.
+  for (Order& order : m_orders) {
+    if (order.eager.event != nullptr) (void)cudaEventSynchronize(order.eager.event);
+  }
+  m_host.leave();
   for (Order& order : m_orders) {
     if (order.eager.event != nullptr) (void)cudaEventDestroy(order.eager.event);
     if (order.captured.event != nullptr) (void)cudaEventDestroy(order.captured.event);

@@ -101,6 +101,22 @@ def test_case_28_a_wait_ends_and_names_the_missing_ranks(name: str, absent: tupl
     still_works()
 
 
+def test_a_rank_that_has_closed_the_group_is_not_waited_for() -> None:
+    with virtual_group(3, timeout=60.0) as ranks:
+        drive(ranks, messages, 3)
+        for sync in ranks[:2]:
+            with on(sync):
+                sync.barrier()
+        start = time.monotonic()
+        ranks[2].close()
+        torch.cuda.synchronize()
+        assert time.monotonic() - start < 20
+        for sync in ranks[:2]:
+            error = expect(SyncTimeoutError, "has closed the group", sync.check)
+            assert error.missing_ranks == [2]
+    still_works()
+
+
 def test_case_28_one_wait_more_than_signals() -> None:
     with virtual_group(3) as ranks:
         hurry(ranks, 0.4)

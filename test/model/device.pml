@@ -6,7 +6,8 @@
    its announcement and its scan, longer than any rank takes from the look at its status to its last
    arrival; and the limit on a decision is longer than any decision takes. Here both hold by assumption:
    grace ends when no live rank is between that look and its last arrival, and the limit expires only if the
-   decider is dead.
+   decider is dead. (A rank that ends a wait early, for a peer that has closed the group, decides in the same
+   way; here a wait may expire at any moment.)
 
    ROUNDS barriers; waits may expire at any moment; DEATHS ranks may die at any moment. Checked:
      1. a rank that was found missing when a barrier was given up never passes that barrier;
@@ -15,12 +16,10 @@
      4. the failure record that the hosts read is complete;
      5. RECORDED: once a rank has given up, there is a record in the end, so that its host can raise.
 
-   TAKE_OVER    a rank that finds the decider dead claims the decision itself, writes the record and tells
-                everybody; without, it gives up alone, and 3 and 5 hold only as long as no rank dies in a
-                decision
-   POLL_ON      see go_on()
    Mutants: NO_GRACE, NO_LOOK (arrives whatever the status), RESTORE_LATE (returns the claim before the
-   statuses), REASON_FIRST (the record's `reason` before the rest), NO_LIMIT */
+   statuses), REASON_FIRST (the record's `reason` before the rest), NO_LIMIT, and two that hold only as long as
+   no rank dies in a decision: NO_TAKE_OVER (who finds the decider dead gives up alone), POLL_ON (who finds the
+   claim taken polls on and tries again) */
 
 #include "common.inc"
 
@@ -76,11 +75,11 @@ inline settle(before_arrival, expired) {
        whole = 1; arriving[me] = before_arrival; break }
   :: atomic { status[me] == BROKEN -> whole = 0; break }
 #ifndef NO_LIMIT        /* mutant: waits for the decider for ever */
-#ifdef TAKE_OVER
+#ifndef NO_TAKE_OVER
   :: atomic { (status[me] == DECIDING || expired) && claim > 0 && dead[claim - 1] -> claim = 1 + me }
      write_failure();
      announce(BROKEN)
-#else
+#else                   /* mutant */
   :: atomic { status[me] == DECIDING && claim > 0 && dead[claim - 1] -> whole = 0 }
      status[me] = BROKEN; break
 #endif
@@ -95,7 +94,7 @@ inline settle(before_arrival, expired) {
 #define GRACE (QUIET(0) && QUIET(1) && QUIET(2))
 #endif
 
-/* escape::go_on, when the wait has expired. Leaves whole = 0 if it is given up. */
+/* escape::go_on, when the wait has expired, and escape::decide. Leaves whole = 0 if it is given up. */
 inline go_on() {
   if
   :: atomic { claim == 0 -> claim = 1 + me }
@@ -134,7 +133,7 @@ inline go_on() {
         whole = 0
      fi;
      absent = 0
-#ifdef POLL_ON          /* the code, literally: a rank that polls for ever is then a cycle, not a dead end */
+#ifdef POLL_ON          /* mutant: a rank that polls for ever is a cycle, not a dead end */
   :: claim != 0 -> settle(0, 0)
 #else
   :: claim != 0 -> settle(0, 1)

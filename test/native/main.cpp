@@ -23,6 +23,7 @@ constexpr Workload kWorkloads[] = {
     {"expiring", expiring, {"broken groups", nullptr}},
     {"mismatches", mismatches, {"broken groups", nullptr}},
     {"give_ups", give_ups, {"passed", "given up"}},
+    {"kernels", kernels, {"passed", "given up"}},
 };
 
 [[noreturn]] void usage(const std::string& why) {

@@ -3,7 +3,7 @@
 //
 // It ends with 0, or with 1 and a message at the first check that fails, or with 3 and a message when the
 // watchdog finds it still running. The pieces: rank.cpp and run.cpp (ranks, their memory, pauses, watchdog),
-// rounds.cpp (one verified round of each kind), workloads.cpp and breaking.cpp (what to run), main.cpp
+// rounds.cpp (one verified round of each kind), workloads.cpp, breaking.cpp and kernels.cpp (what to run), main.cpp
 // (options).
 #pragma once
 
@@ -167,6 +167,8 @@ void closing(Rank& rank);
 void expiring(Rank& rank);
 void mismatches(Rank& rank);
 void give_ups(Rank& rank);
+// kernels.cpp: the wait of kernels
+void kernels(Rank& rank);
 
 /// Runs the workload on all ranks; returns the program's exit code.
 int run(const Options& options, const Workload& workload);

@@ -4,12 +4,20 @@
 // Every rank's pad has a status word. A wait that expires claims the decision in rank 0's pad, tells all
 // ranks that it is deciding, and gives late ranks time to show up; then either the group lives on, or it is
 // broken for everybody: waits end, kernels return at once, and the host finds the record in memory that all
-// ranks' hosts share.
+// ranks' hosts share. Should the deciding rank die, the first to lose patience takes the decision over.
+// test/model/device.pml explores it.
+//
+// It compiles for the host as well, for its tests: there are no kernels that need it there.
 #pragma once
 
 #include "gpusync/block.h"
 #include "gpusync/semaphore.h"
 #include "gpusync/wait.h"
+
+#if !defined(__CUDA_ARCH__)
+#include <atomic>
+#include <chrono>
+#endif
 
 namespace gpusync {
 
@@ -17,8 +25,8 @@ enum class DeviceStatus : uint32_t { kWhole = 0, kDeciding = 1, kBroken = 2 };
 
 enum class DeviceReason : uint32_t { kNone = 0, kTimeout = 1, kMismatch = 2, kBadOffset = 3 };
 
-/// Why a group broke on the device: in host memory that is mapped into every rank's device. Written once,
-/// `reason` last.
+/// Why a group broke on the device: in host memory that is mapped into every rank's device. `reason` is
+/// written last.
 struct DeviceFailure {
   uint32_t reason;   // DeviceReason; not kNone: the record is complete
   uint32_t rank;     // who reports
@@ -37,6 +45,7 @@ struct WaitEscape {
   uint32_t* status[kMaxRanks];  // every rank's pad
   DeviceFailure* failure;       // host memory
   const uint64_t* timeout_ns;   // host memory: a new timeout holds for captured graphs too
+  const uint64_t* gone;         // host memory: mask of the ranks that have closed the group
   uint32_t rank;
   uint32_t world_size;
 };
@@ -48,8 +57,6 @@ struct WaitContext {
   uint32_t channel;
 };
 
-#if defined(__CUDACC__)
-
 /// The slow half of a wait.
 namespace escape {
 
@@ -59,41 +66,69 @@ inline constexpr uint64_t kGraceNs = 100'000'000;
 // A decision that takes longer is one whose rank has died.
 inline constexpr uint64_t kDecisionLimitNs = 800'000'000;
 
-__device__ __forceinline__ uint64_t now() {
+GPUSYNC_HD uint64_t now() {
+#if defined(__CUDA_ARCH__)
   uint64_t ns;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
   return ns;
+#else
+  const auto time = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<uint64_t>(std::chrono::nanoseconds(time).count());
+#endif
 }
 
-__device__ __forceinline__ DeviceStatus status(const uint32_t* word) {
+GPUSYNC_HD uint32_t load(const uint32_t* word) {
+#if defined(__CUDA_ARCH__)
   uint32_t value;
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return static_cast<DeviceStatus>(value);
+  return value;
+#else
+  return std::atomic_ref<uint32_t>(*const_cast<uint32_t*>(word)).load(std::memory_order_seq_cst);
+#endif
 }
 
-__device__ __forceinline__ void store(uint32_t* word, uint32_t value) {
+/// From host memory: what the hosts may change at any time.
+GPUSYNC_HD uint64_t host_word(const uint64_t* word) {
+#if defined(__CUDA_ARCH__)
+  return *static_cast<const volatile uint64_t*>(word);
+#else
+  return std::atomic_ref<uint64_t>(*const_cast<uint64_t*>(word)).load(std::memory_order_relaxed);
+#endif
+}
+
+GPUSYNC_HD void store(uint32_t* word, uint32_t value) {
+#if defined(__CUDA_ARCH__)
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+#else
+  std::atomic_ref<uint32_t>(*word).store(value, std::memory_order_seq_cst);
+#endif
 }
 
-__device__ __forceinline__ void announce(const WaitEscape& group, DeviceStatus status) {
-  for (uint32_t r = 0; r < group.world_size; ++r) store(group.status[r], static_cast<uint32_t>(status));
-}
-
-/// The one who changes the claim from 0 decides.
-__device__ __forceinline__ bool claim(const WaitEscape& group) {
+/// Moves the claim; false, and nothing has changed, if it is not `from`.
+GPUSYNC_HD bool move_claim(const WaitEscape& group, uint32_t from, uint32_t to) {
+#if defined(__CUDA_ARCH__)
   uint32_t before;
   asm volatile("atom.acq_rel.sys.global.cas.b32 %0, [%1], %2, %3;"
                : "=r"(before)
-               : "l"(group.claim), "r"(0u), "r"(1 + group.rank)
+               : "l"(group.claim), "r"(from), "r"(to)
                : "memory");
-  return before == 0;
+  return before == from;
+#else
+  return std::atomic_ref<uint32_t>(*group.claim).compare_exchange_strong(from, to);
+#endif
 }
 
-__device__ __forceinline__ void write_failure(const WaitContext& context, DeviceReason reason,
-                                              uint64_t missing, uint64_t waited, uint64_t expected,
-                                              const Semaphore* mine) {
+GPUSYNC_HD DeviceStatus status(const uint32_t* word) { return static_cast<DeviceStatus>(load(word)); }
+
+GPUSYNC_HD void announce(const WaitEscape& group, DeviceStatus status) {
+  for (uint32_t r = 0; r < group.world_size; ++r) store(group.status[r], static_cast<uint32_t>(status));
+}
+
+/// `mine`: null where the call has no slots to show; `expected`: 0 where it is not known.
+GPUSYNC_HD void write_failure(const WaitContext& context, DeviceReason reason, uint64_t missing,
+                              uint64_t waited, uint64_t expected, const Semaphore* mine) {
   const WaitEscape& group = *context.escape;
-  volatile DeviceFailure* failure = group.failure;
+  DeviceFailure* failure = group.failure;
   failure->rank = group.rank;
   failure->missing = missing;
   failure->waited_ns = waited;
@@ -102,54 +137,94 @@ __device__ __forceinline__ void write_failure(const WaitContext& context, Device
   failure->channel = context.channel;
   failure->block = block::index();
   for (uint32_t r = 0; r < group.world_size; ++r) failure->seen[r] = mine != nullptr ? mine->peek(r) : 0;
-  store(const_cast<uint32_t*>(&failure->reason), static_cast<uint32_t>(reason));
+  store(&failure->reason, static_cast<uint32_t>(reason));
 }
 
-/// Waits for a decision under way; true: the group is whole.
-__device__ __forceinline__ bool settle(const WaitContext& context) {
-  const uint64_t start = now();
+/// Waits for a decision under way, and takes it over when its rank has died in the middle; true: the group is
+/// whole. `expired`: my wait has expired and somebody else has the claim, who may not have told me yet, or
+/// may never.
+GPUSYNC_HD bool settle(const WaitContext& context, bool expired = false, uint64_t expected = 0,
+                       const Semaphore* mine = nullptr) {
+  DeviceStatus s = status(context.status);
+  if (s == DeviceStatus::kBroken) return false;
+  if (s == DeviceStatus::kWhole && !expired) return true;
+  const WaitEscape& group = *context.escape;
+  uint32_t decider = load(group.claim);
+  uint64_t start = now();
   for (;;) {
-    const DeviceStatus s = status(context.status);
-    if (s != DeviceStatus::kDeciding) return s == DeviceStatus::kWhole;
-    if (now() - start > kDecisionLimitNs) {
-      store(context.status, static_cast<uint32_t>(DeviceStatus::kBroken));
-      return false;
+    s = status(context.status);
+    if (s == DeviceStatus::kBroken) return false;
+    const uint32_t claim = load(group.claim);
+    if (s == DeviceStatus::kWhole && (!expired || claim == 0)) return true;
+    const uint64_t time = now();
+    if (claim != decider) {  // another decision, or another's: it has its own time
+      decider = claim;
+      start = time;
     }
+    if (time - start <= kDecisionLimitNs || !move_claim(group, decider, 1 + group.rank)) continue;
+    // It may have died between its record and telling everybody.
+    if (load(&group.failure->reason) == static_cast<uint32_t>(DeviceReason::kNone)) {
+      const uint64_t missing = decider != 0 ? uint64_t{1} << (decider - 1) : 0;
+      write_failure(context, DeviceReason::kTimeout, missing, time - start, expected, mine);
+    }
+    announce(group, DeviceStatus::kBroken);
+    return false;
   }
 }
 
-/// Is a wait that began at `start` still worth it? False: the group is broken, by this wait or by another.
-/// `missing()` tells, as a mask, which ranks have not come.
+/// The claim is mine: gives late ranks their time, and decides. False: a peer has taken the decision over.
+/// `whole` is what was decided.
 template <class Missing>
-__device__ __forceinline__ bool go_on(const WaitContext& context, const Semaphore& mine, uint64_t expected,
-                                      bool mismatch, uint64_t start, Missing&& missing) {
-  const DeviceStatus s = status(context.status);
-  if (s != DeviceStatus::kWhole) return s == DeviceStatus::kDeciding && settle(context);
+GPUSYNC_HD bool decide(const WaitContext& context, const Semaphore& mine, uint64_t expected, bool mismatch,
+                       uint64_t waited, bool& whole, Missing&& missing) {
   const WaitEscape& group = *context.escape;
   const uint64_t time = now();
-  const uint64_t waited = time - start;
-  if (!mismatch && waited < *static_cast<const volatile uint64_t*>(group.timeout_ns)) return true;
-  if (!claim(group)) return settle(context);
   announce(group, DeviceStatus::kDeciding);
   if (!mismatch) {
     while (now() - time < kGraceNs) {
     }
   }
   const uint64_t absent = missing();
-  if (!mismatch && absent == 0) {
+  // One that was held up for most of a second between this look and telling everybody would still tell them
+  // of a whole group that its peers have given up: no rank is, whose GPU works.
+  if (load(group.claim) != 1 + group.rank) return false;
+  whole = !mismatch && absent == 0;
+  if (whole) {
     announce(group, DeviceStatus::kWhole);
     store(group.claim, 0);
-    return true;  // and find the arrival at the next poll
+  } else {
+    write_failure(context, mismatch ? DeviceReason::kMismatch : DeviceReason::kTimeout, absent, waited,
+                  expected, &mine);
+    announce(group, DeviceStatus::kBroken);
   }
-  write_failure(context, mismatch ? DeviceReason::kMismatch : DeviceReason::kTimeout, absent, waited,
-                expected, &mine);
-  announce(group, DeviceStatus::kBroken);
-  return false;
+  return true;
+}
+
+/// Is a wait that began at `start` still worth it? False: the group is broken, by this wait or by another.
+/// `missing()` tells, as a mask, which ranks have not come.
+template <class Missing>
+GPUSYNC_HD bool go_on(const WaitContext& context, const Semaphore& mine, uint64_t expected, bool mismatch,
+                      uint64_t start, Missing&& missing) {
+  const WaitEscape& group = *context.escape;
+  bool whole = status(context.status) == DeviceStatus::kWhole;
+  if (whole) {
+    const uint64_t waited = now() - start;
+    const bool expired = waited >= host_word(group.timeout_ns);
+    // Before its time a wait ends for a rank that has closed the group: all that it had launched has run by
+    // then.
+    const uint64_t blamed = expired ? ~uint64_t{0} : host_word(group.gone);
+    if (!mismatch && !expired && (blamed == 0 || (missing() & blamed) == 0)) return true;
+    if (move_claim(group, 0, 1 + group.rank) &&
+        decide(context, mine, expected, mismatch, waited, whole, [&] { return missing() & blamed; })) {
+      return whole;  // and find the arrival at the next poll
+    }
+  }
+  return settle(context, whole, expected, &mine);
 }
 
 /// Breaks the group for another reason than a wait.
-__device__ __forceinline__ void fail(const WaitContext& context, DeviceReason reason, uint32_t fingerprint) {
-  if (!claim(*context.escape)) return;
+GPUSYNC_HD void fail(const WaitContext& context, DeviceReason reason, uint32_t fingerprint) {
+  if (!move_claim(*context.escape, 0, 1 + context.escape->rank)) return;
   write_failure(context, reason, 0, 0, Arrival{0, fingerprint}.pack(), nullptr);
   announce(*context.escape, DeviceStatus::kBroken);
 }
@@ -160,26 +235,24 @@ __device__ __forceinline__ void fail(const WaitContext& context, DeviceReason re
 class DeviceWait {
  public:
   /// `awaited`: mask of the ranks whose arrival the call needs, for the error message.
-  __device__ __forceinline__ explicit DeviceWait(const WaitContext& context, uint64_t awaited = ~uint64_t{0})
+  GPUSYNC_HD explicit DeviceWait(const WaitContext& context, uint64_t awaited = ~uint64_t{0})
       : m_context(context), m_awaited(awaited) {}
 
   /// Looked at before arriving, so that a rank which comes after its peers gave up neither waits nor passes.
-  __device__ __forceinline__ bool ready() const {
-    return escape::status(m_context.status) == DeviceStatus::kWhole;
-  }
+  GPUSYNC_HD bool ready() const { return escape::status(m_context.status) == DeviceStatus::kWhole; }
 
-  __device__ __forceinline__ void notify(uint32_t) const {}
+  GPUSYNC_HD void notify(uint32_t) const {}
 
   /// One load and one comparison a turn; clock and status are left to persist().
-  __device__ __forceinline__ bool until(const Semaphore& mine, uint32_t peer, uint64_t expected) const {
+  GPUSYNC_HD bool until(const Semaphore& mine, uint32_t peer, uint64_t expected) const {
     if (poll(mine, peer, expected) != Seen::kArrived) return false;
     mine.acquire_from(peer);
     return true;
   }
 
-  __device__ __forceinline__ bool settle() const { return escape::settle(m_context); }
+  GPUSYNC_HD bool settle() const { return escape::settle(m_context); }
 
-  __device__ __forceinline__ bool persist(const Semaphore& mine, uint32_t peer, uint64_t expected) const {
+  GPUSYNC_HD bool persist(const Semaphore& mine, uint32_t peer, uint64_t expected) const {
     const uint64_t start = escape::now();
     for (;;) {
       const Seen seen = poll(mine, peer, expected);
@@ -198,7 +271,7 @@ class DeviceWait {
   }
 
   /// Breaks the group for another reason than a wait.
-  __device__ __forceinline__ void fail(DeviceReason reason, uint32_t fingerprint) const {
+  GPUSYNC_HD void fail(DeviceReason reason, uint32_t fingerprint) const {
     escape::fail(m_context, reason, fingerprint);
   }
 
@@ -206,9 +279,11 @@ class DeviceWait {
   // About 2 ms on an H200: a poll takes half a microsecond.
   static constexpr uint32_t kPollsBetweenChecks = 4096;
 
-  __device__ __forceinline__ static Seen poll(const Semaphore& mine, uint32_t peer, uint64_t expected) {
+  GPUSYNC_HD static Seen poll(const Semaphore& mine, uint32_t peer, uint64_t expected) {
     uint64_t seen = mine.peek(peer);
+#if defined(__CUDA_ARCH__)
 #pragma unroll 1
+#endif
     for (uint32_t polls = 0; !reached(seen, expected) && polls < kPollsBetweenChecks; ++polls)
       seen = mine.peek(peer);
     return compare(seen, expected);
@@ -217,7 +292,5 @@ class DeviceWait {
   const WaitContext& m_context;
   const uint64_t m_awaited;
 };
-
-#endif  // __CUDACC__
 
 }  // namespace gpusync
