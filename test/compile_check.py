@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from compile_cases import CASES, Case, PlainAllReduce
-from executed_ops import executed_ops
 from ordering_check import everywhere
 from ordering_designs import N, Shipped
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+
+from torch_gpusync.testing._log import executed_ops
 
 STEPS = 3
 

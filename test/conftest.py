@@ -28,7 +28,9 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # in process: no pool of work
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # trust /proc/cpuinfo: probing costs seconds in every process
 
-import common  # noqa: E402  (after the environment is set)
+from torch_gpusync import testing  # noqa: E402  (after the environment is set)
+
+testing.PRELOAD += [name for name in testing.COMPILER if name not in testing.PRELOAD]
 
 _stderr = 2
 
@@ -43,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """The process has one forkserver, with what its first user preloads: that must be the harness, not the benchmark."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(common._PRELOAD)
+    context.set_forkserver_preload(testing.PRELOAD)
     forkserver.ensure_running()
 
 
@@ -51,7 +53,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Set-up, test and teardown together get a limit; past it all stacks are printed and the process exits.
 
-    The ranks' processes end with this one (see rank_process.py).
+    The ranks' processes end with this one.
     """
     marker = item.get_closest_marker("limit")
     seconds = float(marker.args[0]) if marker else _TEST_LIMIT

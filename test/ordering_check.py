@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from executed_ops import executed_ops
 from ordering_designs import DESIGNS, N, Shipped
 from ordering_programs import PROGRAMS, Program
 from torch import Tensor
+
+from torch_gpusync.testing._log import executed_ops
 
 STEPS = 5
 

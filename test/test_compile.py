@@ -6,9 +6,10 @@ test_ordering.py holds the forward programs and the negative controls.
 from __future__ import annotations
 
 import pytest
-from common import run_ranks
 from compile_cases import CASES
 from compile_check import check_offsets, check_plain_all_reduce, check_training
+
+from torch_gpusync.testing import run_ranks
 
 Findings = list[dict[str, list[str]]]  # of each rank, by case
 

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from common import Lost, run_ranks, run_threads
 from rank_tools import check_health, close_all, expect, learn, slack, tell, timed
 
 import torch_gpusync
 from torch_gpusync import SyncError, SyncGroup, SyncMismatchError, SyncTimeoutError
+from torch_gpusync.testing import Lost, run_ranks, run_threads
 
 TIMEOUT = 0.7
 LIMIT = TIMEOUT + 1.0  # seconds after which nobody may still be waiting

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import run_ranks
 from rank_tools import check_health, expect
 
 from torch_gpusync import SyncError, SyncGroup
+from torch_gpusync.testing import run_ranks
 
 Bad = tuple[Callable[[SyncGroup], Any], str]
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from common import Lost, run_ranks, run_threads
 from rank_tools import check_health, close_all, expect, learn, slack, tell
 
 import torch_gpusync
 from torch_gpusync import SyncError, SyncGroup, SyncTimeoutError, memory
+from torch_gpusync.testing import Lost, run_ranks, run_threads
 
 # ---- what is left behind
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from common import run_ranks, run_threads
 from rank_tools import check_health, close_all, expect, slack
 
 import torch_gpusync
 from torch_gpusync import SyncError, SyncGroup, SyncTimeoutError
 from torch_gpusync.nn.functional import copy_to_ranks, reduce_from_ranks
+from torch_gpusync.testing import run_ranks, run_threads
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64]
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

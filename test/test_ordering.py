@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from common import run_ranks
 from ordering_check import check_programs
 from ordering_programs import PROGRAMS
+
+from torch_gpusync.testing import run_ranks
 
 Findings = list[dict[str, list[str]]]  # of each rank, by program
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from common import run_ranks
 from expecttest import assert_expected_inline
 from functorch.compile import make_boxed_func
 from op_samples import CHANNEL, open_buffer, overload, per_sample, public_ops, samples
@@ -22,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import torch_gpusync
+from torch_gpusync.testing import run_ranks
 
 OPS = public_ops()
 

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from common import run_ranks, run_threads
 from rank_tools import check_health, expect, learn, slack, tell, timed
 
 from torch_gpusync import SyncError, SyncGroup, SyncTimeoutError, memory
+from torch_gpusync.testing import run_ranks, run_threads
 
 TIMEOUT = 1.0
 LIMIT = TIMEOUT + 1.0

@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 import torch
-from common import Lost, run_ranks
 from rank_tools import check_health, close_all, expect, learn, slack, tell, timed
 
 import torch_gpusync
 from torch_gpusync import SyncError, SyncGroup, SyncTimeoutError
+from torch_gpusync.testing import Lost, run_ranks
 
 # ---- Ctrl-C
 

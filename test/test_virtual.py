@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from common import run_threads
 from rank_tools import check_health, close_all, expect, slack
 
 import torch_gpusync
 from torch_gpusync import SyncError, SyncGroup
 from torch_gpusync.nn.functional import copy_to_ranks, reduce_from_ranks
+from torch_gpusync.testing import run_threads
 
 
 def _everything(ranks: list[SyncGroup], rank: int, rounds: int) -> list[tuple[float, float]]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 
-import common
 import pytest
+
+from torch_gpusync import testing
 
 _DEVICE = os.environ.get("GPUSYNC_TEST_DEVICE", "")
 
@@ -17,7 +18,7 @@ collect_ignore_glob = {"cuda": [], "cpu": ["test_gpu_[!o]*.py"]}.get(_DEVICE, ["
 
 if _DEVICE and "GPUSYNC_TEST_PRELOAD" not in os.environ:  # (`make test` reads this file too)
     # Ranks are forked from a process that must not have touched CUDA, and importing a compiler may: the runner tries.
-    common._PRELOAD[:] = ["torch", "torch.distributed", "torch_gpusync", "pytest"]
+    testing.PRELOAD[:] = [name for name in testing.PRELOAD if name not in testing.COMPILER]
 
 _TEST_LIMIT = 100.0  # seconds for a test that names no limit of its own
 

@@ -21,10 +21,10 @@ from unittest import mock
 from weakref import WeakKeyDictionary
 
 import torch
-from common import run_ranks, run_threads
 
 import torch_gpusync
 from torch_gpusync import SyncGroup, cuda_memory, virtual
+from torch_gpusync.testing import run_ranks, run_threads
 
 DEVICE = os.environ.get("GPUSYNC_TEST_DEVICE", "cuda")
 ON_GPU = DEVICE == "cuda"

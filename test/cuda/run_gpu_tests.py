@@ -203,9 +203,8 @@ def preload(python: str, env: dict[str, str]) -> dict[str, str]:
     each; nothing where that does not work, for such a process must not have touched CUDA."""
     code = (
         "import contextlib, importlib, os, sys\n"
-        f"sys.path.insert(0, {str(HERE.parent)!r})\n"
-        "import common\n"
-        "for name in common._PRELOAD:\n"
+        "from torch_gpusync.testing import COMPILER, PRELOAD\n"
+        "for name in PRELOAD + COMPILER:\n"
         "    with contextlib.suppress(ImportError): importlib.import_module(name)\n"
         "import torch\n"
         "pid, code = os.fork(), 1\n"

@@ -6,8 +6,9 @@ from __future__ import annotations
 import functools
 
 import pytest
-from common import run_ranks
 from compiled_bodies import under_compile
+
+from torch_gpusync.testing import run_ranks
 
 Findings = list[dict[str, list[str]]]  # of each rank, by check
 

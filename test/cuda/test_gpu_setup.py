@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-from common import run_ranks
 from gpu_ranks import DEVICE, drive, virtual_group
 from graph_tools import capture
 from op_bodies import ALGOS, COPIED_DTYPES, Case, copies, messages, reductions
@@ -20,6 +19,7 @@ from rank_tools import expect
 from test_ops import DTYPES
 
 from torch_gpusync import SyncError, SyncGroup, cuda_memory, virtual, virtual_buffers, virtual_ranks
+from torch_gpusync.testing import run_ranks
 
 
 def in_a_fresh_process(fn: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> Any:

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 
 import torch
-from common import run_threads
 from gpu_ranks import drive, fresh_stream, late, on, tokens, virtual_group
 from op_bodies import messages
 
 from torch_gpusync import SyncGroup, virtual_buffers
+from torch_gpusync.testing import run_threads
 
 
 def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:

@@ -1,4 +1,4 @@
-"""The child side of `common.run_ranks`: what one rank's process does around the function under test.
+"""The child side of `run_ranks`: what one rank's process does around the function under test.
 
 A rank is forked from a forkserver that has imported torch and has run nothing, so it starts in milliseconds
 and inherits no threads. It sends exactly one report through its pipe, waits for the parent's leave, and
@@ -21,6 +21,8 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
+from torch_gpusync.testing._source import Source
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -30,6 +32,7 @@ class RankSetup:
 
     rank: int
     world_size: int
+    source: Source  # of the function
     timeout: float  # seconds; also the process group's own timeout
     log: str  # file that takes stdout and stderr
     stacks: str  # file that takes the stacks of all threads on SIGUSR1
@@ -52,6 +55,7 @@ def rank_main(setup: RankSetup, payload: bytes, pipe: Connection) -> None:
     _contain(setup)
     try:
         _join_process_group(setup)
+        setup.source.load()
         fn, args = pickle.loads(payload)
         report = Report(pickle.dumps(fn(setup.rank, *args)), None, None)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are results of a rank, too

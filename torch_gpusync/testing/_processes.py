@@ -1,10 +1,4 @@
-"""Ranks for tests: `run_ranks` makes real processes, `run_threads` makes threads; both end under a watchdog
-with a message.
-
-A rank's function is `fn(rank, *args)`, defined at a module's top level (it travels by pickle). Whatever
-happens to a rank (exception, exit, signal, hang) fails the test with a text that says which rank, what, and
-where it was.
-"""
+"""Processes as ranks, under a watchdog that ends them all and says what became of each."""
 
 from __future__ import annotations
 
@@ -23,16 +17,14 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from rank_process import RankSetup, Report, rank_main
-from rank_threads import RankError, run_threads
+import torch
 
-__all__ = ["Lost", "RankError", "run_ranks", "run_threads"]
+from torch_gpusync.testing._child import RankSetup, Report, rank_main
+from torch_gpusync.testing._source import Source, complain_of_place
+from torch_gpusync.testing._threads import GRACE, RankError
 
-# Imported once in the forkserver, so that a rank costs a fork instead of seconds. Nothing here may start a
-# thread or compute.
-_PRELOAD = [
-    "torch",
-    "torch.distributed",
+# What torch.compile imports on first use: seconds, for each rank that compiles.
+COMPILER = [
     "torch._dynamo",
     "torch._dynamo.backends.inductor",
     "torch._dynamo.repro.after_dynamo",
@@ -40,16 +32,22 @@ _PRELOAD = [
     "torch._inductor.codegen.cpp_wrapper_gpu",
     "torch._subclasses.schema_check_mode",
     "torch.utils.cpp_extension",
-    "torch_gpusync",
-    "pytest",
 ]
-# Seconds that the other ranks get to report after one has failed, and to exit after all have reported.
-_GRACE = 5.0
+# Modules that the process from which ranks are forked imports once, so that a rank costs a fork instead of seconds.
+# Change the list before the first rank is made. Nothing in it may start a thread, compute, or touch a GPU; with
+# some versions of torch for CUDA the compiler does, so it is part of the list for torch without CUDA only.
+PRELOAD = ["torch", "torch.distributed", "torch_gpusync", "torch_gpusync.testing", "pytest"]
+if torch.version.cuda is None:
+    PRELOAD += COMPILER
 
 
 @dataclass(frozen=True)
 class Lost:
-    """The result of a rank that the test meant to lose; `exitcode` is negative for a signal."""
+    """The result of a rank that was meant not to return.
+
+    Attributes:
+        exitcode: the process's; negative for the signal that ended it.
+    """
 
     exitcode: int | None
 
@@ -59,7 +57,7 @@ class _Rank:
 
     def __init__(self, setup: RankSetup, payload: bytes) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context.set_forkserver_preload(PRELOAD)
         self.setup = setup
         self.pipe: Connection
         self.pipe, theirs = context.Pipe(duplex=True)
@@ -82,7 +80,7 @@ class _Rank:
         try:
             self.report = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
-            self.process.join(_GRACE)
+            self.process.join(GRACE)
             self.reason = _describe_exit(self.process.exitcode)
             return
         assert self.report is not None
@@ -119,7 +117,7 @@ class _Rank:
         if self.reason is not None:
             return
         if self.process.exitcode is None:
-            self.dump_and_stop(_GRACE)
+            self.dump_and_stop(GRACE)
             self.reason = "returned a result, then did not exit"
         elif self.process.exitcode != 0:
             self.reason = f"returned a result, then {_describe_exit(self.process.exitcode)}"
@@ -129,7 +127,7 @@ class _Rank:
             for end in (os.killpg, os.kill):  # the process group exists only once the rank has called setsid
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     end(self._pid, signal.SIGKILL)
-            self.process.join(_GRACE)
+            self.process.join(GRACE)
 
     def close(self) -> None:
         self.kill()
@@ -152,14 +150,30 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     lost: Collection[int] = (),
 ) -> list[Any]:
-    """Runs `fn(rank, *args)` in `world_size` new processes and returns the results, one per rank.
+    """Run ``fn(rank, *args)`` in ``world_size`` new processes, all at once.
 
-    Each rank has one OpenMP thread and, with `process_group`, a c10d process group over a TCPStore that this
-    process hosts on loopback. `env` is set in the ranks before `fn` runs. `timeout` is in seconds and covers
-    everything. Ranks in `lost` are meant not to return: they may die or hang, are ended when the others are
-    done, and yield `Lost`. Raises RankError.
+    A rank's process is forked from one that has imported torch and has run nothing: it starts in milliseconds and
+    inherits neither threads nor what this process has set up. It has one OpenMP thread. No rank outlives the call,
+    nor this process.
+
+    Args:
+        fn: a function at the top level of a module (or a method of a class there); it, ``args`` and what it returns
+            travel by pickle.
+        timeout: seconds for everything. After a rank has failed the others get 5 seconds.
+        process_group: give the ranks a c10d process group, over a TCPStore that this process hosts on loopback.
+        backend: its back end.
+        env: set in the ranks before ``fn`` is imported.
+        lost: ranks that are meant not to return: they may die or hang, are ended when the others are done, and
+            yield ``Lost``.
+
+    Returns:
+        What ``fn`` returned, one for each rank.
+
+    Raises:
+        RankError: a rank raised, exited, was killed, hung (it is ended then), or did not exit after it had returned.
+        TypeError: ``fn`` or ``args`` cannot travel.
     """
-    payload = pickle.dumps((fn, args))
+    payload = _pack(fn, args)
     started = time.monotonic()
     ranks: list[_Rank] = []
     with (
@@ -169,7 +183,9 @@ def run_ranks(
         try:
             for rank in range(world_size):
                 log, stacks = f"{folder}/{rank}.log", f"{folder}/{rank}.stacks"
-                setup = RankSetup(rank, world_size, timeout, log, stacks, port, backend, env or {})
+                setup = RankSetup(
+                    rank, world_size, Source.of(fn), timeout, log, stacks, port, backend, env or {}
+                )
                 ranks.append(_Rank(setup, payload))
             _collect(ranks, started, started + timeout, lost)
             _raise_failures(ranks, lost)
@@ -179,13 +195,26 @@ def run_ranks(
                 each.close()
 
 
+def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    why = complain_of_place(fn)
+    try:
+        if not why:
+            return pickle.dumps((fn, args))
+    except Exception as error:  # whatever a __reduce__ raises
+        why = f"{type(error).__name__}: {error}"
+    raise TypeError(
+        f"the function of the ranks and its arguments go to other processes by pickle, and cannot ({why}): define the "
+        "function at the top level of a module and pass numbers, strings, tensors and the like"
+    )
+
+
 def _collect(ranks: list[_Rank], started: float, deadline: float, lost: Collection[int]) -> None:
     """Waits until all needed ranks have settled; ends the others at the deadline, or soon after a failure."""
     needed = [r for r in ranks if r.setup.rank not in lost]
     hurried = False
     while any(not r.settled for r in needed):
         if not hurried and any(r.reason is not None for r in needed):
-            deadline, hurried = min(deadline, time.monotonic() + _GRACE), True
+            deadline, hurried = min(deadline, time.monotonic() + GRACE), True
         left = deadline - time.monotonic()
         if left <= 0:
             break
@@ -202,7 +231,7 @@ def _collect(ranks: list[_Rank], started: float, deadline: float, lost: Collecti
             r.kill()
         else:
             r.dismiss()
-    limit = time.monotonic() + _GRACE
+    limit = time.monotonic() + GRACE
     for r in needed:
         if r.report is not None:
             r.await_exit(limit)

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from common import Lost, RankError, run_ranks, run_threads
+
+from torch_gpusync.testing import Lost, RankError, run_ranks, run_threads
 
 
 def _sum_of_ranks(rank: int, offset: int) -> tuple[int, float, int]:
@@ -135,7 +136,7 @@ def test_a_rank_may_be_meant_to_be_lost() -> None:
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_ranks_end_with_the_test_process(end: signal.Signals, tmp_path: Path) -> None:
     program = (
-        "from test_common import _announce_and_hang, run_ranks\n"
+        "from test_rank_runs import _announce_and_hang, run_ranks\n"
         "if __name__ == '__main__':\n"
         f"    run_ranks(_announce_and_hang, 2, {str(tmp_path / 'pid')!r}, timeout=200)\n"
     )
