@@ -33,4 +33,17 @@ class DeviceGuard {
   bool m_changed = false;
 };
 
+/// For as long as it lives, calls of this thread that allocate, free or wait are none of a capture's
+/// business: otherwise one of them ends whatever another thread is capturing just then.
+class OutsideCaptures {
+ public:
+  OutsideCaptures() { (void)cudaThreadExchangeStreamCaptureMode(&m_mode); }
+  ~OutsideCaptures() { (void)cudaThreadExchangeStreamCaptureMode(&m_mode); }
+  OutsideCaptures(const OutsideCaptures&) = delete;
+  OutsideCaptures& operator=(const OutsideCaptures&) = delete;
+
+ private:
+  cudaStreamCaptureMode m_mode = cudaStreamCaptureModeRelaxed;
+};
+
 }  // namespace gpusync::cuda

@@ -85,6 +85,7 @@ void Group::preset(uint32_t epoch) {
 }
 
 Group::~Group() {
+  const OutsideCaptures outside;
   int before = 0;
   // At exit the driver may be gone already, and with it all that would be freed here.
   if (cudaGetDevice(&before) != cudaSuccess || cudaSetDevice(m_config.device) != cudaSuccess) return;

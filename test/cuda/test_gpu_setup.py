@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ import torch
 from gpu_ranks import DEVICE, drive, virtual_group
 from graph_tools import capture
 from op_bodies import ALGOS, COPIED_DTYPES, Case, copies, messages, reductions
-from rank_tools import expect
+from rank_tools import close_all, expect
 from test_ops import DTYPES
 
 from torch_gpusync import SyncError, SyncGroup, cuda_memory, virtual, virtual_buffers, virtual_ranks
@@ -240,6 +241,25 @@ def test_case_35_groups_and_buffers_made_during_a_capture_are_refused_without_sp
             graph.replay()
         assert int(sync.token.item()) == before + 3
         sync.buffer("late", (4,), torch.float32)
+
+
+def test_groups_closed_during_a_capture_do_not_spoil_it() -> None:
+    """By the capturing thread, and by another one, as garbage collection may do."""
+    with virtual_group(1) as (sync,):
+        first, second = (virtual_ranks(2, DEVICE) for _ in range(2))
+        for ranks in (first, second):
+            drive(ranks, messages, 2)
+        closer = threading.Thread(target=close_all, args=(second,))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            sync.barrier()
+            close_all(first)
+            closer.start()
+            closer.join(60)
+            sync.barrier()
+        before = int(sync.token.item())
+        graph.replay()
+        assert int(sync.token.item()) == before + 2
 
 
 # ---- memory

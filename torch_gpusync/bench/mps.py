@@ -44,8 +44,10 @@ def running() -> Iterator[str]:
         for place in places.values():
             os.mkdir(place)
         os.environ.update(places)
+        # The daemon sees all GPUs: what its clients may see, they choose among those that it sees.
+        daemon = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         try:
-            subprocess.run([control, "-d"], check=True, timeout=30)
+            subprocess.run([control, "-d"], env=daemon, check=True, timeout=30)
             yield "MPS: the daemon was started"
         finally:
             subprocess.run([control], input=b"quit\n", check=False, timeout=60, stdout=subprocess.DEVNULL)
