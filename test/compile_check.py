@@ -13,7 +13,7 @@ from ordering_designs import N, Shipped
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from torch_gpusync.testing._log import executed_ops
+from torch_gpusync.testing import executed_ops
 
 STEPS = 3
 
@@ -65,7 +65,7 @@ class _Training:
     def logged(self, function: Forward, mode: str) -> tuple[list[str], list[str]]:
         with executed_ops() as log:
             found = self.step(function, mode, rows=N)
-        return log, found
+        return [str(op) for op in log], found
 
     def step(self, function: Forward, mode: str, rows: int | None = None) -> list[str]:
         self.number += 1

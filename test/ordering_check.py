@@ -13,7 +13,7 @@ from ordering_designs import DESIGNS, N, Shipped
 from ordering_programs import PROGRAMS, Program
 from torch import Tensor
 
-from torch_gpusync.testing._log import executed_ops
+from torch_gpusync.testing import executed_ops
 
 STEPS = 5
 
@@ -67,7 +67,7 @@ class _Check:
     def logged(self, function: Run, mode: str) -> tuple[list[str], list[str]]:
         with executed_ops() as log:
             found = self.step(function, mode, rows=N)
-        return log, found
+        return [str(op) for op in log], found
 
     def step(self, function: Run, mode: str, rows: int | None = None) -> list[str]:
         """One call with new data; `rows` fixes the shape, which otherwise changes too where shapes are

@@ -219,5 +219,18 @@ def test_import_is_cheap() -> None:
     code = "import sys, torch; had = set(sys.modules); import torch_gpusync; print(*(set(sys.modules) - had))"
     new = _run(sys.executable, "-c", code).split()
     assert "torch_gpusync" in new
-    heavy = ("torch._dynamo", "torch._inductor", "numpy", "matplotlib", "tqdm")
+    heavy = (
+        "torch._dynamo",
+        "torch._inductor",
+        "numpy",
+        "matplotlib",
+        "tqdm",
+        "torch_gpusync.testing",
+        "pytest",
+    )
     assert not [name for name in new if name.startswith(heavy)]
+
+
+def test_testing_needs_no_pytest() -> None:
+    code = "import sys, torch_gpusync.testing; print(*sys.modules)"
+    assert "pytest" not in _run(sys.executable, "-c", code).split()

@@ -173,6 +173,34 @@ def run_ranks(
         RankError: a rank raised, exited, was killed, hung (it is ended then), or did not exit after it had returned.
         TypeError: ``fn`` or ``args`` cannot travel.
     """
+    __tracebackhide__ = True  # pytest: the ranks' own tracebacks say more
+    return launch(
+        Source.of(fn),
+        fn,
+        world_size,
+        args,
+        timeout=timeout,
+        process_group=process_group,
+        backend=backend,
+        env=env,
+        lost=lost,
+    )
+
+
+def launch(
+    source: Source,
+    fn: Callable[..., Any],
+    world_size: int,
+    args: tuple[Any, ...],
+    *,
+    timeout: float,
+    process_group: bool = True,
+    backend: str = "gloo",
+    env: Mapping[str, str] | None = None,
+    lost: Collection[int] = (),
+) -> list[Any]:
+    """`run_ranks`, where the module that the ranks have to import is named: `fn` need not be in it."""
+    __tracebackhide__ = True
     payload = _pack(fn, args)
     started = time.monotonic()
     ranks: list[_Rank] = []
@@ -183,9 +211,7 @@ def run_ranks(
         try:
             for rank in range(world_size):
                 log, stacks = f"{folder}/{rank}.log", f"{folder}/{rank}.stacks"
-                setup = RankSetup(
-                    rank, world_size, Source.of(fn), timeout, log, stacks, port, backend, env or {}
-                )
+                setup = RankSetup(rank, world_size, source, timeout, log, stacks, port, backend, env or {})
                 ranks.append(_Rank(setup, payload))
             _collect(ranks, started, started + timeout, lost)
             _raise_failures(ranks, lost)
@@ -238,6 +264,7 @@ def _collect(ranks: list[_Rank], started: float, deadline: float, lost: Collecti
 
 
 def _raise_failures(ranks: list[_Rank], lost: Collection[int]) -> None:
+    __tracebackhide__ = True
     bad = [r for r in ranks if r.reason is not None and not (r.setup.rank in lost and r.report is None)]
     if not bad:
         return
