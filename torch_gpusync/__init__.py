@@ -7,7 +7,7 @@ Start with :class:`SyncGroup`, or with :func:`virtual_ranks` to try it in one pr
 import sys
 
 try:
-    from torch_gpusync import _library, nn
+    from torch_gpusync import _library, gradients, nn, transforms  # noqa: F401
     from torch_gpusync.buffer import SymmetricBuffer
     from torch_gpusync.errors import SyncError, SyncMismatchError, SyncTimeoutError
     from torch_gpusync.group import SyncGroup

@@ -10,7 +10,7 @@ import torch
 from torch_gpusync.ops import ops
 
 if TYPE_CHECKING:
-    from torch_gpusync.group import SyncGroup
+    from torch_gpusync.methods import SyncMethods
 
 
 class SymmetricBuffer:
@@ -24,7 +24,7 @@ class SymmetricBuffer:
         name, shape, dtype: as given to :meth:`SyncGroup.buffer`, the same on all ranks.
     """
 
-    def __init__(self, sync: SyncGroup, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
+    def __init__(self, sync: SyncMethods, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
         self.sync = sync
         self.name = name
         self.shape = shape

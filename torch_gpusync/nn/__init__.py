@@ -1,5 +1,6 @@
 """Building blocks for models."""
 
 from torch_gpusync.nn import functional
+from torch_gpusync.nn.sync_module import SyncModule
 
-__all__ = ["functional"]
+__all__ = ["SyncModule", "functional"]
