@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from torch_gpusync.ops import ALL_OPS, lib, ops
 
@@ -32,18 +33,14 @@ def wants_gradient(x: Tensor) -> bool:
     )
 
 
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    # Not `function.apply`: it binds arguments by signature, which takes longer than a small all_reduce.
-    apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+def _apply(function: Any, *arguments: Any) -> Tensor:
     if not torch._C._are_functorch_transforms_active():
-        return apply(None, *arguments)  # type: ignore[no-any-return]
-    # It would also look for the levels of the transforms. A kernel on the Autograd key runs inside one of them already,
-    # and the op that it calls goes on to the next.
+        return function.apply(None, *arguments)  # type: ignore[no-any-return]
     from torch._functorch.utils import enable_single_level_autograd_function
 
     modes = (torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled())
     with enable_single_level_autograd_function():
-        return apply(modes, *arguments)  # type: ignore[no-any-return]
+        return function.apply(modes, *arguments)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -57,8 +54,13 @@ def _below_autograd(modes: tuple[bool, bool] | None) -> Iterator[None]:
             yield
 
 
-class _OfRanks(torch.autograd.Function):
-    """Base: ``(modes, x, token, group_name, ...) -> Tensor``."""
+class _OfRanks(_SingleLevelFunction):
+    """Base: ``(modes, x, token, group_name, ...) -> Tensor``.
+
+    Under ``torch.func`` an op's kernel on the Autograd key runs inside one level of the transforms, and the op that it
+    calls goes on to the next: an ordinary ``autograd.Function`` would go through all levels anew. (It would also bind
+    its arguments by signature, which takes longer than a small all_reduce.)
+    """
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -94,32 +96,40 @@ class _AllReduce(_OfRanks):
 class _CopyToRanks(_OfRanks):
     @staticmethod
     def forward(modes: Modes, x: Tensor, token: Tensor, group_name: str) -> Tensor:
-        with _below_autograd(modes):
+        if modes is None:
             return x.clone(memory_format=torch.contiguous_format)
+        with _below_autograd(modes):  # a clone has another gradient at the levels below
+            result: Tensor = ops.copy_to_ranks.default(token, group_name, x)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, _all_reduce(ctx.token, ctx.group_name, grad), None, None
+        # Not all_reduce, which is the same with another gradient: f and g are each other's, however often.
+        return None, ops.reduce_from_ranks.default(ctx.token, ctx.group_name, grad), None, None
 
     @staticmethod
     def jvp(ctx: Any, _modes: None, tangent: Tensor, *_: None) -> Tensor:
-        return tangent.clone(memory_format=torch.contiguous_format)
+        result: Tensor = ops.copy_to_ranks.default(ctx.token, ctx.group_name, tangent)
+        return result
 
 
 class _ReduceFromRanks(_OfRanks):
     @staticmethod
     def forward(modes: Modes, x: Tensor, token: Tensor, group_name: str) -> Tensor:
+        op = _all_reduce if modes is None else ops.reduce_from_ranks.default
         with _below_autograd(modes):
-            result: Tensor = _all_reduce(token, group_name, x)
+            result: Tensor = op(token, group_name, x)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if wants_gradient(grad):
+            grad = ops.copy_to_ranks.default(ctx.token, ctx.group_name, grad)
         return None, grad, None, None
 
     @staticmethod
     def jvp(ctx: Any, _modes: None, tangent: Tensor, *_: None) -> Tensor:
-        result: Tensor = _all_reduce(ctx.token, ctx.group_name, tangent)
+        result: Tensor = ops.reduce_from_ranks.default(ctx.token, ctx.group_name, tangent)
         return result
 
 
