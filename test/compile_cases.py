@@ -183,5 +183,5 @@ CASES: dict[str, Case] = {
     "tensor_parallel": TensorParallel(),
     "overlapping_groups": OverlappingGroups(),
     "backward_only": BackwardOnly(),
-    "between_pointwise": BetweenPointwise(),
+    "case_30_between_pointwise": BetweenPointwise(),
 }

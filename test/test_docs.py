@@ -1,4 +1,4 @@
-"""The examples of docs/testing.md, each run as the file that its first line names."""
+"""What the documentation says is so: the examples of docs/testing.md run, and the tests that docs/proof.md names exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-_PAGE = Path(__file__).resolve().parent.parent / "docs/testing.md"
+_HERE = Path(__file__).resolve().parent
+_PAGE = _HERE.parent / "docs/testing.md"
 EXAMPLES = dict(re.findall(r"^```python\n# (\S+)\n(.*?)^```$", _PAGE.read_text(), re.MULTILINE | re.DOTALL))
 
 
@@ -31,3 +32,23 @@ def test_example(name: str, tmp_path: Path) -> None:
     if is_test:
         tests = EXAMPLES[name].count("def test_")
         assert int(re.search(r"^(\d+) passed", done.stdout, re.MULTILINE)[1]) >= tests  # type: ignore[index]
+
+
+def test_the_table_of_cases_is_complete() -> None:
+    text = (_HERE.parent / "docs/proof.md").read_text()
+    rows = re.findall(r"^\| (\d+) \|.*\|(.*)\|$", text, re.MULTILINE)
+    named = {
+        (int(case), file, test)
+        for case, tests in rows
+        for file, test in re.findall(r"`((?:cuda/)?test_\w+\.py)::(\w+)`", tests)
+    }
+    for _, file, test in named:
+        assert f"def {test}(" in (_HERE / file).read_text(), f"there is no {test} in {file}"
+    written = {
+        (int(case), str(path.relative_to(_HERE)), test)
+        for path in sorted(_HERE.rglob("test_*.py"))
+        for test, numbers in re.findall(r"^def (test_case_((?:\d\d_)+)\w+)", path.read_text(), re.MULTILINE)
+        for case in re.findall(r"\d\d", numbers)
+    }
+    listed = {int(case) for case, _ in rows}
+    assert {entry for entry in written - named if entry[0] in listed} == set()

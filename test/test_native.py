@@ -56,6 +56,10 @@ RUNS = (
 )
 
 
+# Which program a test asks for, where it is not the protocol as it is.
+_WANTED = {"test_nobody_needs_to_be_quick": "pauses", "test_case_25_thread_sanitizer": "thread"}
+
+
 class Programs:
     """Stress programs, from the project's own sources and from changed ones; two are built at a time, in the background."""
 
@@ -68,11 +72,11 @@ class Programs:
         return self.start(name).result()
 
     def start(self, name: str) -> Future[Path]:
-        """`name`: "protocol" as it is, or with "pauses", or a mutant's."""
+        """`name`: "protocol" as it is, or with "pauses", or under the "thread" sanitizer, or a mutant's."""
         if name not in self._builds:
             mutant = mutants.MUTANTS.get(name)
-            edits = mutant.edits if mutant else {"protocol": (), "pauses": mutants.PAUSES}[name]
-            sanitizer = mutant.sanitizer if mutant else ""
+            edits = mutant.edits if mutant else mutants.PAUSES if name == "pauses" else ()
+            sanitizer = mutant.sanitizer if mutant else "thread" if name == "thread" else ""
             self._builds[name] = self._workers.submit(self._build, name, edits, sanitizer)
         return self._builds[name]
 
@@ -94,7 +98,7 @@ def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     result = Programs(tmp_path_factory.mktemp("native"))
     for item in request.session.items:  # what the selected tests will ask for, in their order
         if isinstance(item, pytest.Function) and item.path == Path(__file__):
-            wanted = "pauses" if item.originalname == "test_nobody_needs_to_be_quick" else "protocol"
+            wanted = _WANTED.get(item.originalname, "protocol")
             result.start(
                 str(item.callspec.params.get("name", wanted)) if hasattr(item, "callspec") else wanted
             )
@@ -127,6 +131,25 @@ def test_stress(programs: Programs, arguments: str) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("no mismatch")
     print(done.stdout, end="")
+
+
+def test_case_01_a_million_barriers(programs: Programs) -> None:
+    done = run(programs.get("protocol"), "barriers ranks=3 processes=1 rounds=1000000")
+    assert done.returncode == 0 and "1000000 barriers, no mismatch" in done.stdout, done.stdout + done.stderr
+
+
+def test_case_02_every_rank_is_late_at_random(programs: Programs) -> None:
+    done = run(programs.get("protocol"), "barriers ranks=3 processes=1 rounds=100000 delay_us=30")
+    assert done.returncode == 0 and "100000 barriers, no mismatch" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("workload", ["barriers", "mixed"])
+def test_case_25_thread_sanitizer(programs: Programs, workload: str) -> None:
+    """No report for the protocol as it is; mutants that lack an acquire or a release are reported (below)."""
+    done = run(
+        programs.get("thread"), f"{workload} ranks=3 rounds=1000000 seconds=2 delay_us=200 disturb_us=500"
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("ranks", ["ranks=3", "ranks=4 processes=1 disturb_us=500"])

@@ -54,7 +54,7 @@ def shipped(request: pytest.FixtureRequest) -> Findings:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_the_shipped_design_is_right(shipped: Findings, program: str) -> None:
+def test_case_31_the_shipped_design_is_right(shipped: Findings, program: str) -> None:
     assert_right(shipped, program)
 
 

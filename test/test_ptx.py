@@ -202,14 +202,14 @@ def check_stack(said: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_ptx(architecture: str, tmp_path: Path) -> None:
+def test_case_03_ptx(architecture: str, tmp_path: Path) -> None:
     output = tmp_path / "code.ptx"
     compile_to(architecture, mutants.CSRC, output)
     check_ptx(read_ptx(output.read_text()))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_sass(architecture: str, tmp_path: Path) -> None:
+def test_case_03_sass(architecture: str, tmp_path: Path) -> None:
     output = tmp_path / "code.cubin"
     check_stack(compile_to(architecture, mutants.CSRC, output))
     check_sass(read_sass(disassemble(output)))

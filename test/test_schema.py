@@ -81,7 +81,7 @@ def test_kernels_are_registered(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_opcheck(sync: torch_gpusync.SyncGroup, name: str) -> None:
+def test_case_26_opcheck(sync: torch_gpusync.SyncGroup, name: str) -> None:
     """Schema against behaviour, autograd registration, fake against real, AOTAutograd with dynamic shapes."""
     for arguments in samples(name, sync):
         _opcheck(name, overload(name), arguments)
@@ -125,12 +125,12 @@ def _ranks_against_fake(rank: int) -> None:
     per_sample(torch_gpusync.SyncGroup(timeout=60), _check_against_fake)
 
 
-def test_opcheck_in_step_on_three_ranks() -> None:
+def test_case_26_opcheck_in_step_on_three_ranks() -> None:
     run_ranks(_ranks_opcheck, 3, timeout=200)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])  # with one rank, returning the input would be tempting
-def test_real_results_are_as_the_fakes_say_and_alias_nothing(ranks: int) -> None:
+def test_case_26_real_results_are_as_the_fakes_say_and_alias_nothing(ranks: int) -> None:
     run_ranks(_ranks_against_fake, ranks, timeout=60)
 
 

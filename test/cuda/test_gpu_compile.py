@@ -41,6 +41,6 @@ def findings(mode: str) -> Findings:
 @pytest.mark.parametrize(
     ("mode", "check"), [(mode, check) for mode, checks in CHECKS.items() for check in checks]
 )
-def test_compiled(mode: str, check: str) -> None:
+def test_case_18_compiled(mode: str, check: str) -> None:
     wrong = [f"rank {rank}: {text}" for rank, of_rank in enumerate(findings(mode)) for text in of_rank[check]]
     assert not wrong, "\n".join(wrong)
