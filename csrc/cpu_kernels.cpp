@@ -153,6 +153,23 @@ std::tuple<std::vector<int64_t>, std::vector<std::string>> failure(std::string g
   return {numbers, texts};
 }
 
+bool is_idle(std::string group_name) { return find_group(group_name)->is_idle(); }
+
+void rebase(std::string group_name) { find_group(group_name)->rebase(); }
+
+void revive(std::string group_name) { find_group(group_name)->revive(); }
+
+/// The ranks that have closed the group or whose process is gone.
+std::vector<int64_t> gone(std::string group_name) {
+  const auto group = find_group(group_name);
+  const uint64_t mask = group->gone_among(group->all_ranks());
+  std::vector<int64_t> ranks;
+  for (uint32_t r = 0; r < group->world_size(); ++r) {
+    if ((mask >> r & 1) != 0) ranks.push_back(r);
+  }
+  return ranks;
+}
+
 std::string dump(std::string group_name) { return find_group(group_name)->dump(); }
 
 int64_t calls(std::string group_name) { return find_group(group_name)->calls(); }
@@ -195,6 +212,10 @@ STABLE_TORCH_LIBRARY_IMPL(gpusync, CPU, m) {
 STABLE_TORCH_LIBRARY_IMPL(gpusync, CompositeExplicitAutograd, m) {
   m.impl("_cpu_bytes", TORCH_BOX(&gpusync::cpu_bytes));
   m.impl("_close", TORCH_BOX(&gpusync::close_group));
+  m.impl("_is_idle", TORCH_BOX(&gpusync::is_idle));
+  m.impl("_rebase", TORCH_BOX(&gpusync::rebase));
+  m.impl("_revive", TORCH_BOX(&gpusync::revive));
+  m.impl("_gone", TORCH_BOX(&gpusync::gone));
   m.impl("_set_timeout", TORCH_BOX(&gpusync::set_timeout));
   m.impl("_failure", TORCH_BOX(&gpusync::failure));
   m.impl("_dump", TORCH_BOX(&gpusync::dump));

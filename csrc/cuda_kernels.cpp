@@ -210,6 +210,10 @@ std::vector<int64_t> cuda_probe(std::string group_name, int64_t phase) {
   return cuda::of(*find_group(group_name)).probe(static_cast<int>(phase));
 }
 
+void cuda_rebase(std::string group_name) { cuda::of(*find_group(group_name)).rebase(); }
+
+void cuda_break(std::string group_name) { cuda::of(*find_group(group_name)).break_again(); }
+
 void cuda_preset(std::string group_name, int64_t epoch) {
   cuda::of(*find_group(group_name)).preset(static_cast<uint32_t>(epoch));
 }
@@ -239,5 +243,7 @@ STABLE_TORCH_LIBRARY_IMPL(gpusync, CompositeExplicitAutograd, m) {
   m.impl("_cuda_pad_bytes", TORCH_BOX(&gpusync::cuda_pad_bytes));
   m.impl("_cuda_tune", TORCH_BOX(&gpusync::cuda_tune));
   m.impl("_cuda_probe", TORCH_BOX(&gpusync::cuda_probe));
+  m.impl("_cuda_rebase", TORCH_BOX(&gpusync::cuda_rebase));
+  m.impl("_cuda_break", TORCH_BOX(&gpusync::cuda_break));
   m.impl("_cuda_preset", TORCH_BOX(&gpusync::cuda_preset));
 }

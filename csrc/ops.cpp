@@ -47,6 +47,12 @@ STABLE_TORCH_LIBRARY(gpusync, m) {
   m.def("_cuda_preset(str group_name, int epoch) -> ()");
   m.def("_close(str group_name) -> ()");
   m.def("_cuda_tune(str group_name, int[] rows) -> ()");
+  m.def("_is_idle(str group_name) -> bool");
+  m.def("_rebase(str group_name) -> ()");
+  m.def("_revive(str group_name) -> ()");
+  m.def("_cuda_rebase(str group_name) -> ()");
+  m.def("_cuda_break(str group_name) -> ()");
+  m.def("_gone(str group_name) -> int[]");
   m.def("_set_timeout(str group_name, float seconds) -> ()");
   m.def("_failure(str group_name) -> (int[], str[])");
   m.def("_dump(str group_name) -> str");

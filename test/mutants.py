@@ -333,6 +333,13 @@ _STRESS = (
         "a mismatch of kind 6",
     ),
     Mutant(
+        # A reset that leaves the counters as they are.
+        "reset_without_rebasing",
+        (Edit("cpu/reset.cpp", "  preset(0);\n", ""),),
+        "resets rounds=1000000 seconds=20 delay_us=300 timeout=2",
+        f"does not match|message behind|{_LATE}",
+    ),
+    Mutant(
         "relaxed_publish",
         (
             Edit(

@@ -142,7 +142,7 @@ def test_case_28_a_rank_that_does_not_come_is_named_within_the_timeout(what: str
             rf"gpusync: {what.split()[-1]}\(group='world', {channel}call \d+\) on rank (\d) "
             rf"\(global \1, host {host}, pid \d+\) waited \d\.\d s for rank 2 \(global 2, host {host}, "
             r"pid \d+, alive; last call 7 pull_end\(channel=0, fence=False\)\)\. The group stays broken "
-            r"until it is closed and made again on all ranks",
+            r"until all ranks call reset\(\), or close it and make it again",
             text,
         ), text
 

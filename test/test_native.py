@@ -53,6 +53,8 @@ RUNS = (
     "give_ups ranks=3 rounds=1500 disturb_us=300",
     "give_ups ranks=5 rounds=1000 disturb_us=300",
     "give_ups ranks=4 processes=1 rounds=1000 disturb_us=300",
+    "resets ranks=3 rounds=500 delay_us=300 disturb_us=300 preset=0xFFFFFFF0",
+    "resets ranks=4 processes=1 rounds=500 delay_us=300",
 )
 
 
@@ -177,6 +179,15 @@ def test_mutant_is_noticed(programs: Programs, name: str) -> None:
     said = done.stdout + done.stderr
     assert done.returncode not in (0, 2), f"nothing noticed {name}: {said}"
     assert re.search(mutant.says, said), f"{name} was noticed, but not by '{mutant.says}':\n{said[:2000]}"
+
+
+@pytest.mark.parametrize("meeting", [1, 2])
+def test_a_reset_needs_both_meetings(programs: Programs, meeting: int) -> None:
+    program = programs.get("protocol")
+    done = run(program, f"resets seconds=20 rounds=1000000 delay_us=300 timeout=1 skip_meeting={meeting}")
+    assert done.returncode == 1 and re.search("is broken|waited|does not match|wrong", done.stderr), (
+        done.stderr
+    )
 
 
 def test_an_edit_that_does_not_fit_is_an_error(tmp_path: Path) -> None:

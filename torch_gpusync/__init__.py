@@ -11,7 +11,7 @@ try:
     from torch_gpusync.buffer import SymmetricBuffer
     from torch_gpusync.errors import SyncError, SyncMismatchError, SyncTimeoutError
     from torch_gpusync.group import SyncGroup
-    from torch_gpusync.virtual import virtual_buffers, virtual_ranks
+    from torch_gpusync.virtual import virtual_buffers, virtual_ranks, virtual_reset
 except Exception:
     # `python -m torch_gpusync doctor` imports this first, and is asked when it fails.
     if sys.argv[:2] != ["-m", "doctor"]:
@@ -29,6 +29,7 @@ __all__ = [
     "nn",
     "virtual_buffers",
     "virtual_ranks",
+    "virtual_reset",
 ]
 
 

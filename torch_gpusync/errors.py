@@ -54,6 +54,8 @@ class _Reason(IntEnum):
     TIMEOUT = 1
     MISMATCH = 2
     INTERRUPTED = 3
+    BAD_OFFSET = 4
+    RESET = 5
 
 
 def failure(group: str, message: str | None = None) -> SyncError | None:

@@ -5,6 +5,7 @@ import socket
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_gpusync import _token, cuda_memory, errors, memory, rendezvous
+from torch_gpusync import _token, cuda_memory, errors, memory, rendezvous, reset
 from torch_gpusync.buffer import SymmetricBuffer
 from torch_gpusync.cuda_memory import PeerMemory, SharedBetweenProcesses
 from torch_gpusync.errors import SyncError
@@ -125,7 +126,7 @@ class SyncGroup(SyncMethods):
 
     No wait is unbounded. When one is given up (timeout, a rank that is gone, ranks that call different
     things, Ctrl-C) the group is broken: all ranks that wait raise the error, and every later op does so at
-    once. Close it then, and make it again on all ranks. Ctrl-C ends a wait on the CPU within a second,
+    once. :meth:`reset`, on all ranks, makes it usable again. Ctrl-C ends a wait on the CPU within a second,
     whatever handler the process has for SIGINT (which is called, too), unless the process ignores it. A
     process forked from this one cannot use the group; it may make groups of its own.
 
@@ -167,7 +168,7 @@ class SyncGroup(SyncMethods):
         self._set_up(
             state.rendezvous,
             # Weak: a group must not keep the store of a destroyed process group, nor its port.
-            weakref.ref(state.rendezvous),
+            partial(rendezvous.find, weakref.ref(process_group)),
             SharedBetweenProcesses(process_group.group_name),
             device=where,
             shared_name=shared_name,
@@ -198,6 +199,7 @@ class SyncGroup(SyncMethods):
         unlike its peers'.
         """
         self.name = own_name or shared_name
+        self._shared_name = shared_name
         if device.type == "cuda" and torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
         self.device = device
@@ -329,13 +331,8 @@ class SyncGroup(SyncMethods):
             SyncTimeoutError, SyncMismatchError: some ranks did not make the call, or the group is broken.
         """
         self.check()
-        meeting = self._find_meeting()
-        if meeting is None:
-            raise SyncError(
-                f"gpusync: the process group of group '{self.name}' was destroyed, and buffers are made "
-                "through it: make them before torch.distributed.destroy_process_group()"
-            )
-        deadline = Deadline(self._timeout, watch=self.check)
+        meeting = self._meeting("buffer")
+        deadline = Deadline(self._timeout, watch=self.check, gone=partial(ops._gone, self.name))
         try:
             if not isinstance(name, str) or not name:
                 raise SyncError(f"name must be a string that is not empty, not {name!r}")
@@ -365,6 +362,16 @@ class SyncGroup(SyncMethods):
         buffer_meta[self.name, name] = (size, dtype)
         return SymmetricBuffer(self, name, size, dtype)
 
+    def _meeting(self, call: str) -> Rendezvous:
+        """Where the ranks meet for a set-up call."""
+        meeting = self._find_meeting()
+        if meeting is None:
+            raise SyncError(
+                f"gpusync: the process group of group '{self.name}' was destroyed, and the ranks meet through it in "
+                f"{call}(): call it before torch.distributed.destroy_process_group()"
+            )
+        return meeting
+
     @property
     def is_broken(self) -> bool:
         """Has any rank given up on a wait? Then every op of the group fails at once. Never blocks."""
@@ -375,6 +382,25 @@ class SyncGroup(SyncMethods):
         error = self._ask(errors.failure)
         if error is not None:
             raise error
+
+    def reset(self) -> None:
+        """Make the group usable again, in place. Collective.
+
+        Name, memory and addresses stay: compiled functions and captured CUDA graphs go on working, without compiling
+        or capturing anew. Counters start from zero: signals that were not waited for are gone, ``push_epoch`` is 0,
+        the flight record is empty. Buffers keep what they hold. A group that is whole can be reset, too. Every rank
+        calls it once, with none of its own calls under way in another thread; on a GPU it waits for all that the
+        rank has launched there. Graphs must not be replayed meanwhile.
+
+        A rank that is still in a call, or makes one late, gets its error there first, and then comes here.
+
+        Raises:
+            SyncTimeoutError: some ranks did not come within the timeout, or within 60 s if that is longer; at once if
+                they have ended or closed the group. The group stays as it was, or is broken if the ranks had met.
+            SyncError: it was called inside compiled code or while a CUDA graph is captured, the ranks make different
+                set-up calls, the group is closed, or its process group was destroyed.
+        """
+        reset.reset(self)
 
     def dump(self) -> str:
         """The flight record: who the ranks are and what each called last, as text."""

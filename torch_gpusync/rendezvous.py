@@ -15,12 +15,21 @@ from torch_gpusync.errors import SyncError, SyncTimeoutError
 
 
 class Deadline:
-    """The moment when a set-up call gives up. ``watch`` is called meanwhile, and raises to give up before."""
+    """The moment when a set-up call gives up. ``watch`` is called meanwhile, and raises to give up before.
 
-    def __init__(self, seconds: float, watch: Callable[[], None] | None = None) -> None:
+    ``gone`` tells which ranks will never come: they are not waited for until then.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        watch: Callable[[], None] | None = None,
+        gone: Callable[[], list[int]] | None = None,
+    ) -> None:
         self.start = time.monotonic()
         self.seconds = seconds
         self.watch = watch
+        self.gone = gone
 
     @property
     def waited(self) -> float:
@@ -70,7 +79,8 @@ class Rendezvous:
             SyncTimeoutError: some ranks had not come at the deadline.
         """
         everybody = self._run(lambda stop: self._open(arguments, what, group, deadline, stop), deadline)
-        for key in sorted({key for theirs in everybody for key in theirs}):
+        # Other calls have other arguments: that they are other calls is what matters then.
+        for key in sorted({key for theirs in everybody for key in theirs}, key=lambda k: (k != "call", k)):
             values = [theirs.get(key) for theirs in everybody]
             if any(value != values[0] for value in values):
                 listed = "; ".join(f"rank {r}: {value!r}" for r, value in enumerate(values))
@@ -191,15 +201,21 @@ class Rendezvous:
                 return verdict
             if stop.is_set():
                 raise KeyboardInterrupt
+            # In this order: why a rank has gone comes before that it has, and it may have come before it went.
+            gone = deadline.gone() if deadline.gone is not None else []
             if deadline.watch is not None:
                 deadline.watch()
-            if deadline.expired:
-                missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
-                if missing:
-                    waited = deadline.waited
-                    return self._conclude(
-                        {"kind": _TIMEOUT, "rank": self.rank, "missing": missing, "waited": waited}
-                    )
+            candidates = range(self.world_size) if deadline.expired else gone
+            if missing := [r for r in candidates if not self._store.check([keys[r]])]:
+                return self._conclude(
+                    {
+                        "kind": _TIMEOUT,
+                        "rank": self.rank,
+                        "missing": missing,
+                        "gone": [r for r in missing if r in gone],
+                        "waited": deadline.waited,
+                    }
+                )
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
         return self._conclude(None)
@@ -213,9 +229,15 @@ class Rendezvous:
             return SyncError(f"{call}stopped because {self._name(by)} has left it: {verdict['why']}")
         missing, waited = list(verdict["missing"]), float(verdict["waited"])
         who = "" if by == self.rank else f"stopped because {self._name(by)} "
+        awaited = ", ".join(
+            f"{self._name(r)}, which has ended or has closed the group"
+            if r in verdict["gone"]
+            else self._name(r)
+            for r in missing
+        )
         return SyncTimeoutError(
-            f"{call}{who}waited {waited:.1f} s for {', '.join(map(self._name, missing))}: every rank of the "
-            f"process group has to make this call{self._skipped}",
+            f"{call}{who}waited {waited:.1f} s for {awaited}: every rank of the process group has to make this "
+            f"call{self._skipped}",
             group=group,
             op=what,
             channel=-1,
@@ -342,6 +364,16 @@ def of_group(group: dist.ProcessGroup) -> GroupState:
     if state is None:
         state = _states[group] = GroupState(group)
     return state
+
+
+def find(group: "weakref.ref[dist.ProcessGroup]") -> Rendezvous | None:
+    """Where the ranks of ``group`` meet; None once it was destroyed (it may be alive as an object all the same)."""
+    alive = group()
+    try:
+        dist.get_rank(alive)
+    except ValueError:
+        return None
+    return None if alive is None else of_group(alive).rendezvous
 
 
 def default_name(group: dist.ProcessGroup) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_gpusync import _token, cuda_memory
+from torch_gpusync import _token, cuda_memory, reset
 from torch_gpusync.buffer import SymmetricBuffer
 from torch_gpusync.cuda_memory import SharedInProcess
 from torch_gpusync.errors import SyncError
@@ -114,3 +114,11 @@ def virtual_buffers(
         raise SyncError(f"gpusync: buffer '{name}': {problem}")
     with ThreadPoolExecutor(len(ranks)) as threads:
         return list(threads.map(lambda sync: sync.buffer(name, shape, dtype), ranks))
+
+
+def virtual_reset(ranks: Sequence[SyncGroup]) -> None:
+    """:meth:`SyncGroup.reset` for all ranks of :func:`virtual_ranks` at once, from one thread."""
+    if ranks[0].device.type == "cuda":
+        reset.complain_of_capture(ranks[0])  # here: the current stream is this thread's
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        list(threads.map(lambda sync: sync.reset(), ranks))

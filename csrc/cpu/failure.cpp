@@ -165,11 +165,12 @@ void Group::write_failure(Reason reason, const CallRecord& call, double waited, 
     if (announced != Op::kNone && announced != record.calls[r].op) record.calls[r] = from_slot(seen[r]);
   }
   const RankPage& mine = page(rank);
-  std::string text = std::string(name(call.op)) + "(group='" + m_config.name + "', ";
-  if (call.channel >= 0) text += "channel=" + std::to_string(call.channel) + ", ";
-  text += "call " + std::to_string(call.number) + ") on rank " + std::to_string(rank) + " (global " +
-          std::to_string(mine.global_rank) + ", host " + mine.host + ", pid " + std::to_string(mine.pid) +
-          ") ";
+  std::string text =
+      (reason == Reason::kReset ? "reset" : name(call.op)) + ("(group='" + m_config.name + "'");
+  if (call.channel >= 0) text += ", channel=" + std::to_string(call.channel);
+  if (call.number != 0) text += ", call " + std::to_string(call.number);
+  text += ") on rank " + std::to_string(rank) + " (global " + std::to_string(mine.global_rank) + ", host " +
+          mine.host + ", pid " + std::to_string(mine.pid) + ") ";
   switch (reason) {
     case Reason::kTimeout: {
       text += "waited " + seconds(waited) + " for rank ";
@@ -192,6 +193,7 @@ void Group::write_failure(Reason reason, const CallRecord& call, double waited, 
       break;
     }
     case Reason::kBadOffset: text += "got an offset, in a device tensor, that lies outside the buffer"; break;
+    case Reason::kReset: text += "was begun, and not all ranks have ended it"; break;
     case Reason::kInterrupted:
     case Reason::kNone: text += "was interrupted by SIGINT after " + seconds(waited); break;
   }
@@ -241,8 +243,9 @@ void Group::throw_broken(const CallRecord& call) {
     text = describe(call) + " on rank " + std::to_string(m_config.rank) + " stopped because group '" +
            m_config.name + "' is broken: " + text;
   }
-  throw std::runtime_error("gpusync: " + text +
-                           ". The group stays broken until it is closed and made again on all ranks");
+  throw std::runtime_error(
+      "gpusync: " + text +
+      ". The group stays broken until all ranks call reset(), or close it and make it again");
 }
 
 std::string Group::dump() const {

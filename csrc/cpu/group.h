@@ -88,6 +88,15 @@ class Group {
   // --- collectives.cpp
   void all_reduce(const void* input, void* output, const Payload& payload, ReduceOp reduce_op, Algo asked);
 
+  // --- reset.cpp: what one rank does in a reset. All ranks meet between rebase() and revive(), and before.
+  /// Is no call of this rank under way, in any of its threads? (A put or a get may be.)
+  bool is_idle() const;
+  /// Every counter of this rank, and what its peers have told it, as they were when the group was made. The
+  /// group is broken afterwards.
+  void rebase();
+  /// The group is whole again.
+  void revive();
+
   // --- failure.cpp
   enum class Verdict { kComplete, kRetry, kBroken };
   /// What a wait does whose time has expired, or that waits for a rank that is gone: decides, once for the
@@ -153,7 +162,7 @@ class Group {
     return std::atomic_ref<uint32_t>(page(m_config.rank).calls).load(std::memory_order_relaxed);
   }
   /// Sets every counter of this rank, and what its peers have told it, to `epoch`, as if so many calls had
-  /// been made. For tests of wrap-around, on all ranks and before the first call.
+  /// been made. On all ranks, while none of them calls anything.
   void preset(uint32_t epoch);
 
  private:
@@ -177,6 +186,7 @@ class Group {
   bool move_state(State from, State to);
   bool break_group(State deciding, Reason reason, const CallRecord& call, double waited, uint64_t missing);
   void take_over_device_failure();
+  void clear_device_failure();
   void write_failure(Reason reason, const CallRecord& call, double waited, uint64_t missing, uint32_t rank,
                      const uint64_t* seen = nullptr);
   std::string describe_rank(uint32_t rank) const;
@@ -195,6 +205,7 @@ class Group {
   int m_spins;
   unsigned m_fork_generation;
   uint32_t m_skipped = 0;                 // zero-size collectives so far
+  State m_reset_from{};                   // what rebase() has found
   std::deque<PullController> m_pull;      // one for each channel, the collectives' last
   std::deque<SignalController> m_signal;  // one for each of the user's channels
   std::deque<PushController> m_push;
@@ -202,6 +213,7 @@ class Group {
   // come last); on its signals and push counters, which must not wait for those, for a moment.
   mutable std::deque<std::mutex> m_channel_mutex;
   mutable std::deque<std::mutex> m_counter_mutex;
+  std::atomic<uint32_t> m_signal_waits{0};  // under way: they take no turn
   mutable std::shared_mutex m_buffers_mutex;
   std::unordered_map<std::string, std::unique_ptr<Buffer>> m_buffers;
   std::shared_ptr<void> m_device_part;

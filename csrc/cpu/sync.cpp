@@ -6,6 +6,19 @@ namespace {
 
 uint32_t key(Op op, bool fence = false) { return fingerprint({.op = op, .fence = fence}); }
 
+class WaitUnderWay {
+ public:
+  explicit WaitUnderWay(std::atomic<uint32_t>& count) : m_count(count) {
+    m_count.fetch_add(1, std::memory_order_relaxed);
+  }
+  ~WaitUnderWay() { m_count.fetch_sub(1, std::memory_order_release); }
+  WaitUnderWay(const WaitUnderWay&) = delete;
+  WaitUnderWay& operator=(const WaitUnderWay&) = delete;
+
+ private:
+  std::atomic<uint32_t>& m_count;
+};
+
 }  // namespace
 
 uint32_t Group::checked_channel(int64_t channel) const {
@@ -65,7 +78,8 @@ void Group::wait_signal(int64_t source, int64_t channel) {
   const uint32_t src = checked_rank(source);
   // The turn is not kept over the wait: another thread of this rank may have to send the signal that lets its
   // peer send this one. Waits for one source on one channel from two threads at once are for the user to
-  // order.
+  // order. What is under way is counted, for is_idle().
+  const WaitUnderWay counted(m_signal_waits);
   synchronize(record(Op::kWaitSignal, c, false, src), uint64_t{1} << src,
               [&](Wait& wait) { return m_signal[c].wait(src, key(Op::kSignal), wait); });
 }

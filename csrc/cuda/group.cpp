@@ -61,6 +61,28 @@ void Group::to_device(void* target, const void* source, size_t bytes) const {
   check(cudaStreamSynchronize(cudaStreamPerThread), "cudaStreamSynchronize");
 }
 
+void Group::clear(void* target, size_t bytes) const {
+  check(cudaMemsetAsync(target, 0, bytes, cudaStreamPerThread), "cudaMemsetAsync");
+  check(cudaStreamSynchronize(cudaStreamPerThread), "cudaStreamSynchronize");
+}
+
+/// Of my own pad: what my kernels look at.
+void Group::set_status(DeviceStatus status) const {
+  const DeviceGuard guard(m_config.device);
+  const auto word = static_cast<uint32_t>(status);
+  to_device(in_pad<uint32_t>(m_host.rank(), m_layout.status()), &word, sizeof word);
+}
+
+void Group::rebase() {
+  preset(0);
+  const DeviceGuard guard(m_config.device);
+  const uint32_t me = m_host.rank();
+  // The flags of pushed data are numbers of calls, which begin anew.
+  clear(in_pad<char>(me, m_layout.push_area()), kHalves * m_layout.half_bytes());
+  if (me == 0) clear(in_pad<uint32_t>(0, m_layout.claim()), sizeof(uint32_t));
+  set_status(DeviceStatus::kWhole);
+}
+
 void Group::preset(uint32_t epoch) {
   const DeviceGuard guard(m_config.device);
   const uint32_t me = m_host.rank();

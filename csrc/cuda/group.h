@@ -90,8 +90,13 @@ class Group {
   std::vector<int64_t> probe(int phase);
 
   /// Sets every counter of this rank, and what its peers have told it, to `epoch`, as if so many calls had
-  /// been made. For tests of wrap-around, on all ranks and before the first call.
+  /// been made. On all ranks, while none of their kernels runs.
   void preset(uint32_t epoch);
+
+  /// The device's part in cpu::Group::rebase(): afterwards kernels find a group that is whole and new.
+  void rebase();
+  /// Behind a rebase() of which not all ranks have heard the end: kernels find a broken group.
+  void break_again() const { set_status(DeviceStatus::kBroken); }
 
  private:
   friend class Turn;
@@ -118,6 +123,8 @@ class Group {
   WaitContext context(uint32_t channel) const;
   void preload() const;
   void to_device(void* target, const void* source, size_t bytes) const;
+  void clear(void* target, size_t bytes) const;
+  void set_status(DeviceStatus status) const;
   const DeviceBuffer& device_buffer(const cpu::Buffer& buffer) const;
   TuningRow choose(Algo algo, uint64_t bytes) const;
   template <bool kFence, bool kStart>

@@ -1,15 +1,17 @@
-/* Group::reset, which is not in the code yet: a broken group is made usable again, in place.
+/* SyncGroup.reset, of cpu::Group::is_idle, rebase and revive: a group is made usable again, in place.
 
    First era: one barrier, in which some ranks may give up; each rank has then raised or passed. All call
    reset. Second era: ROUNDS barriers. How ranks agree to give up is breaking.pml's matter; here it is one
    step. Checked: no arrival of the first era counts in the second; no arrival of the second era is wiped
    out by the reset (that would be a hang, or a raise without cause); nobody raises in the second era unless
    somebody gave up in the second era; once that has happened, nobody passes and the group stays broken; a
-   reset that fails, because a rank dies, leaves the group broken.
+   reset that fails, because a rank dies, leaves the group broken, or whole and as it was; never whole with
+   some ranks re-based and others not.
 
    EXPIRE       waits of the second era may expire as well (else only if a rank is dead)
    DEATHS       ranks that may die, at any moment
-   Mutants: NO_DRAIN, NO_FIRST_BARRIER, NO_SECOND_BARRIER, OK_BY_ALL, OK_BY_RANK_0, OK_BEFORE */
+   Mutants: NO_DRAIN, NO_FIRST_BARRIER, NO_SECOND_BARRIER, OK_BY_ALL, OK_BY_RANK_0, OK_BEFORE,
+   NOT_BROKEN_FIRST */
 
 #include "common.inc"
 
@@ -39,6 +41,7 @@ byte begun[N];          /* GHOST: barriers of the second era that the rank has b
 bit broken;             /* GHOST: somebody has given up in the first era ... */
 bit broken_again;       /* GHOST: ... in the second */
 byte ended;             /* GHOST: ranks that are through */
+bit rebased;            /* GHOST: somebody has re-based */
 
 proctype wire(byte i) {
 end:
@@ -47,12 +50,12 @@ end:
   od
 }
 
-/* A barrier in the store; bounded, so that a rank that dies makes it fail. */
+/* A barrier in the store (Rendezvous.agree, confirm); bounded, so that a rank that dies makes it fail. */
 inline store_barrier(b) {
   come[b] = come[b] + 1;
   if
   :: come[b] == N
-  :: atomic { deaths > 0 && come[b] < N -> assert(!broken || come[1] == N || state % 2 == BROKEN) }
+  :: atomic { deaths > 0 && come[b] < N -> assert(!(broken || rebased) || come[1] == N || state % 2 == BROKEN) }
      goto failed
   fi
 }
@@ -115,20 +118,25 @@ proctype rank(byte me) {
   {
     barrier();
 
-    /* Group::reset. Drain: no call of mine is under way, and what my calls have stored has landed. */
+    /* SyncGroup.reset. Drain (Group::is_idle, on GPUs torch.cuda.synchronize): no call of mine is under way,
+       and what my calls have stored has landed. */
 #ifndef NO_DRAIN
     DRAINED;
 #endif
 #ifndef NO_FIRST_BARRIER
     store_barrier(0);
 #endif
-    /* Behind the first store barrier nobody changes the state any more. */
+    /* Group::rebase. A group that is whole is broken first (Group::give_up); behind that nobody changes the
+       state any more. */
+#ifndef NOT_BROKEN_FIRST
+    if :: atomic { state % 2 == OK -> state = STATE(state / 2, BROKEN) } :: state % 2 == BROKEN fi;
+#endif
     old = state;
 #ifdef OK_BEFORE        /* mutant: moves to OK between the barriers; right until a rank dies there */
     state = STATE(1, OK);
 #endif
     /* Re-base: my own slots and epoch, by myself. Their addresses stay. */
-    p = 0;
+    p = 0; rebased = 1;
     do
     :: p < N -> atomic { slot[SLOT(me, p)] = START; p++ }
     :: else -> break
@@ -137,7 +145,7 @@ proctype rank(byte me) {
 #ifndef NO_SECOND_BARRIER
     store_barrier(1);
 #endif
-    /* One compare-and-swap per rank: the first succeeds, and a late one cannot undo what happened since. */
+    /* Group::revive. One compare-and-swap per rank: the first succeeds, and a late one cannot undo what happened since. */
 #if defined(OK_BY_ALL)
     state = STATE(1, OK);
 #elif defined(OK_BY_RANK_0)

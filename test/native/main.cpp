@@ -24,6 +24,7 @@ constexpr Workload kWorkloads[] = {
     {"mismatches", mismatches, {"broken groups", nullptr}},
     {"give_ups", give_ups, {"passed", "given up"}},
     {"kernels", kernels, {"passed", "given up"}},
+    {"resets", resets, {"broken groups", "resets"}},
 };
 
 [[noreturn]] void usage(const std::string& why) {
@@ -32,7 +33,7 @@ constexpr Workload kWorkloads[] = {
   std::fprintf(
       stderr,
       "\noptions: ranks processes rounds seconds seed preset delay_us disturb_us cores timeout limit "
-      "watchdog (stress.h says what they mean)\n");
+      "skip_meeting watchdog (stress.h says what they mean)\n");
   std::exit(2);
 }
 
@@ -65,6 +66,8 @@ void set(Options& options, const std::string& argument) {
     options.cores = static_cast<uint32_t>(whole);
   } else if (name == "timeout") {
     options.timeout = value;
+  } else if (name == "skip_meeting") {
+    options.skip_meeting = static_cast<uint32_t>(whole);
   } else if (name == "limit") {
     options.limit = value;
   } else if (name == "watchdog") {

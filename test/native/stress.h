@@ -3,8 +3,8 @@
 //
 // It ends with 0, or with 1 and a message at the first check that fails, or with 3 and a message when the
 // watchdog finds it still running. The pieces: rank.cpp and run.cpp (ranks, their memory, pauses, watchdog),
-// rounds.cpp (one verified round of each kind), workloads.cpp, breaking.cpp and kernels.cpp (what to run), main.cpp
-// (options).
+// rounds.cpp (one verified round of each kind), workloads.cpp, breaking.cpp, resetting.cpp and kernels.cpp
+// (what to run), main.cpp (options).
 #pragma once
 
 #include <atomic>
@@ -33,6 +33,8 @@ struct Options {
   uint32_t cores = 0;   // not 0: how many cores the ranks believe to have (whether they spin depends on it)
   double timeout = 60;  // of the group, seconds
   double limit = 0;     // not 0: the longest that one barrier or ring may take, seconds
+  uint32_t skip_meeting =
+      0;                    // a wrong design: this one, 1 or 2, of a reset's two meetings does not take place
   unsigned watchdog = 120;  // seconds
 };
 
@@ -167,6 +169,8 @@ void closing(Rank& rank);
 void expiring(Rank& rank);
 void mismatches(Rank& rank);
 void give_ups(Rank& rank);
+// resetting.cpp: groups that break and live on
+void resets(Rank& rank);
 // kernels.cpp: the wait of kernels
 void kernels(Rank& rank);
 
