@@ -84,13 +84,67 @@ void all_reduce(StableIValue* stack, uint64_t n_arguments, uint64_t n_results) {
   const ReduceOp op = to_reduce_op(reduce_op.view());
   const Algo chosen = to_algo(algo.view());
   const cpu::Payload payload = payload_of(x);
-  check_reducible(payload, op);
+  check_reducible(payload, op, "all_reduce");
   const auto group = find_cpu_group(group_name.view());
   touch(token_address(token.get()));
   const Tensor input = packed(x);
   const Tensor output = empty_packed(x);
   group->all_reduce(input.const_data_ptr(), output.mutable_data_ptr(), payload, op, chosen);
   stack[0] = torch::stable::detail::from(output);
+}
+
+/// all_gather, broadcast, all_to_all and reduce_scatter. `result`: the output's shape.
+Tensor exchange(const Tensor& token, cpu::Group& group, const Tensor& x, cpu::Exchange what,
+                const std::vector<int64_t>& result) {
+  const Tensor output = torch::stable::new_empty(x, result);
+  touch(token_address(token.get()));
+  const Tensor input = packed(x);
+  group.exchange(what, input.const_data_ptr(), output.mutable_data_ptr(), payload_of(x));
+  return output;
+}
+
+Tensor all_gather(const Tensor& token, const std::string& group_name, const Tensor& x,
+                  std::optional<int64_t> world_size) {
+  check_on_cpu(x, "all_gather");
+  const auto group = find_cpu_group(group_name);
+  check_world_size(*group, world_size, "all_gather");
+  return exchange(token, *group, x, {Op::kAllGather, x.element_size()},
+                  shape_of_exchange(x, "all_gather", group->world_size(), 1));
+}
+
+Tensor reduce_scatter(const Tensor& token, const std::string& group_name, const Tensor& x,
+                      const std::string& reduce_op, std::optional<int64_t> world_size) {
+  check_on_cpu(x, "reduce_scatter");
+  const ReduceOp op = to_reduce_op(reduce_op);
+  check_reducible(payload_of(x), op, "reduce_scatter");
+  const auto group = find_cpu_group(group_name);
+  check_world_size(*group, world_size, "reduce_scatter");
+  return exchange(token, *group, x, {Op::kReduceScatter, x.element_size(), op},
+                  shape_of_exchange(x, "reduce_scatter", 1, group->world_size()));
+}
+
+Tensor broadcast(const Tensor& token, const std::string& group_name, const Tensor& x, int64_t src) {
+  check_on_cpu(x, "broadcast");
+  const auto sizes = x.sizes();
+  return exchange(token, *find_cpu_group(group_name), x,
+                  {Op::kBroadcast, x.element_size(), ReduceOp::kSum, src}, {sizes.begin(), sizes.end()});
+}
+
+Tensor reduce(const Tensor& token, const std::string& group_name, const Tensor& x, int64_t dst,
+              const std::string& reduce_op) {
+  check_on_cpu(x, "reduce");
+  const ReduceOp op = to_reduce_op(reduce_op);
+  check_reducible(payload_of(x), op, "reduce");
+  const auto sizes = x.sizes();
+  return exchange(token, *find_cpu_group(group_name), x, {Op::kReduce, x.element_size(), op, dst},
+                  {sizes.begin(), sizes.end()});
+}
+
+Tensor all_to_all(const Tensor& token, const std::string& group_name, const Tensor& x) {
+  check_on_cpu(x, "all_to_all");
+  const auto group = find_cpu_group(group_name);
+  return exchange(token, *group, x, {Op::kAllToAll, x.element_size()},
+                  shape_of_exchange(x, "all_to_all", group->world_size(), group->world_size()));
 }
 
 int64_t cpu_bytes(int64_t world_size, int64_t channels, int64_t staging_bytes) {
@@ -204,6 +258,11 @@ STABLE_TORCH_LIBRARY_IMPL(gpusync, CPU, m) {
   m.impl("get.tensor_offset", TORCH_BOX(&gpusync::get_tensor_offset));
   m.impl("all_reduce", &gpusync::all_reduce);
   m.impl("_all_reduce", &gpusync::all_reduce);
+  m.impl("all_gather", TORCH_BOX(&gpusync::all_gather));
+  m.impl("reduce_scatter", TORCH_BOX(&gpusync::reduce_scatter));
+  m.impl("broadcast", TORCH_BOX(&gpusync::broadcast));
+  m.impl("reduce", TORCH_BOX(&gpusync::reduce));
+  m.impl("all_to_all", TORCH_BOX(&gpusync::all_to_all));
   m.impl("_cpu_open", TORCH_BOX(&gpusync::cpu_open));
   m.impl("_cpu_buffer", TORCH_BOX(&gpusync::cpu_buffer));
   m.impl("_nothing", TORCH_BOX(&gpusync::nothing));

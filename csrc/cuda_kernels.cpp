@@ -150,7 +150,7 @@ Tensor all_reduce(Tensor token, std::string group_name, Tensor x, std::string re
   const ReduceOp op = to_reduce_op(reduce_op);
   const Algo chosen = to_algo(algo);
   const cpu::Payload payload = payload_of(x);
-  check_reducible(payload, op);
+  check_reducible(payload, op, "all_reduce");
   const Call call(token, group_name);
   call.check_device(x, "all_reduce");
   const Tensor input = packed(x);
@@ -158,6 +158,67 @@ Tensor all_reduce(Tensor token, std::string group_name, Tensor x, std::string re
   call.group().all_reduce(call.launch(), input.const_data_ptr(), output.mutable_data_ptr(), payload, op,
                           chosen);
   return output;
+}
+
+uint64_t poison_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::Bool: return 0x0101010101010101u;
+    case ScalarType::Char: return 0x7f7f7f7f7f7f7f7fu;
+    case ScalarType::Short: return 0x7fff7fff7fff7fffu;
+    default: return cuda::poison_of(to_dtype(type));
+  }
+}
+
+/// all_gather, broadcast, all_to_all and reduce_scatter. `result`: the output's shape.
+Tensor exchange(const Call& call, const Tensor& x, cpu::Exchange what, const std::vector<int64_t>& result) {
+  const Tensor output = torch::stable::new_empty(x, result);
+  const Tensor input = packed(x);
+  call.group().exchange(call.launch(), what, input.const_data_ptr(), output.mutable_data_ptr(), payload_of(x),
+                        poison_of(x.scalar_type()));
+  return output;
+}
+
+Tensor all_gather(Tensor token, std::string group_name, Tensor x, std::optional<int64_t> world_size) {
+  const Call call(token, group_name);
+  call.check_device(x, "all_gather");
+  check_world_size(call.host(), world_size, "all_gather");
+  return exchange(call, x, {Op::kAllGather, x.element_size()},
+                  shape_of_exchange(x, "all_gather", call.host().world_size(), 1));
+}
+
+Tensor reduce_scatter(Tensor token, std::string group_name, Tensor x, std::string reduce_op,
+                      std::optional<int64_t> world_size) {
+  const ReduceOp op = to_reduce_op(reduce_op);
+  check_reducible(payload_of(x), op, "reduce_scatter");
+  const Call call(token, group_name);
+  call.check_device(x, "reduce_scatter");
+  check_world_size(call.host(), world_size, "reduce_scatter");
+  return exchange(call, x, {Op::kReduceScatter, x.element_size(), op},
+                  shape_of_exchange(x, "reduce_scatter", 1, call.host().world_size()));
+}
+
+Tensor broadcast(Tensor token, std::string group_name, Tensor x, int64_t src) {
+  const Call call(token, group_name);
+  call.check_device(x, "broadcast");
+  const auto sizes = x.sizes();
+  return exchange(call, x, {Op::kBroadcast, x.element_size(), ReduceOp::kSum, src},
+                  {sizes.begin(), sizes.end()});
+}
+
+Tensor reduce(Tensor token, std::string group_name, Tensor x, int64_t dst, std::string reduce_op) {
+  const ReduceOp op = to_reduce_op(reduce_op);
+  check_reducible(payload_of(x), op, "reduce");
+  const Call call(token, group_name);
+  call.check_device(x, "reduce");
+  const auto sizes = x.sizes();
+  return exchange(call, x, {Op::kReduce, x.element_size(), op, dst}, {sizes.begin(), sizes.end()});
+}
+
+Tensor all_to_all(Tensor token, std::string group_name, Tensor x) {
+  const Call call(token, group_name);
+  call.check_device(x, "all_to_all");
+  return exchange(call, x, {Op::kAllToAll, x.element_size()},
+                  shape_of_exchange(x, "all_to_all", call.host().world_size(), call.host().world_size()));
 }
 
 int64_t cuda_pad_bytes(int64_t channels, int64_t staging_bytes) {
@@ -173,15 +234,6 @@ void cuda_open(Tensor pad, std::string group_name, std::vector<int64_t> pads, in
       cuda::DeviceConfig{pad.get_device_index(), std::move(pads), static_cast<size_t>(staging_bytes),
                          static_cast<uint32_t>(max_blocks)},
       std::make_shared<Tensor>(pad)));
-}
-
-uint64_t poison_of(ScalarType type) {
-  switch (type) {
-    case ScalarType::Bool: return 0x0101010101010101u;
-    case ScalarType::Char: return 0x7f7f7f7f7f7f7f7fu;
-    case ScalarType::Short: return 0x7fff7fff7fff7fffu;
-    default: return cuda::poison_of(to_dtype(type));
-  }
 }
 
 void cuda_buffer(Tensor memory, std::string group_name, std::string buffer_name, std::vector<int64_t> shape,
@@ -235,6 +287,11 @@ STABLE_TORCH_LIBRARY_IMPL(gpusync, CUDA, m) {
   m.impl("get.tensor_offset", TORCH_BOX(&gpusync::get_tensor_offset));
   m.impl("all_reduce", TORCH_BOX(&gpusync::all_reduce));
   m.impl("_all_reduce", TORCH_BOX(&gpusync::all_reduce));
+  m.impl("all_gather", TORCH_BOX(&gpusync::all_gather));
+  m.impl("reduce_scatter", TORCH_BOX(&gpusync::reduce_scatter));
+  m.impl("broadcast", TORCH_BOX(&gpusync::broadcast));
+  m.impl("reduce", TORCH_BOX(&gpusync::reduce));
+  m.impl("all_to_all", TORCH_BOX(&gpusync::all_to_all));
   m.impl("_cuda_open", TORCH_BOX(&gpusync::cuda_open));
   m.impl("_cuda_buffer", TORCH_BOX(&gpusync::cuda_buffer));
 }

@@ -26,6 +26,14 @@ STABLE_TORCH_LIBRARY(gpusync, m) {
       "get.tensor_offset(Tensor(a!) token, str group_name, str buffer, int rank, SymInt[]? size, Tensor "
       "offset, "
       "ScalarType? dtype=None) -> Tensor");
+  // world_size: what a compiler takes for the group's; another one is refused when it runs.
+  m.def("all_gather(Tensor(a!) token, str group_name, Tensor x, int? world_size=None) -> Tensor");
+  m.def(
+      "reduce_scatter(Tensor(a!) token, str group_name, Tensor x, str reduce_op=\"sum\", int? "
+      "world_size=None) -> Tensor");
+  m.def("broadcast(Tensor(a!) token, str group_name, Tensor x, int src) -> Tensor");
+  m.def("reduce(Tensor(a!) token, str group_name, Tensor x, int dst, str reduce_op=\"sum\") -> Tensor");
+  m.def("all_to_all(Tensor(a!) token, str group_name, Tensor x) -> Tensor");
   m.def(
       "all_reduce(Tensor(a!) token, str group_name, Tensor x, str reduce_op=\"sum\", str algo=\"auto\") -> "
       "Tensor");

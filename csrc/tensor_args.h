@@ -136,13 +136,41 @@ inline void check_dtype_of_put(const cpu::Buffer& buffer, const Tensor& x) {
   }
 }
 
-inline void check_reducible(const cpu::Payload& payload, ReduceOp op) {
+/// The shape of what becomes of x where dimension 0 is split into `parts`, and `times` of them are joined.
+inline std::vector<int64_t> shape_of_exchange(const Tensor& x, const char* op, uint32_t times,
+                                              uint32_t parts) {
+  const auto sizes = x.sizes();
+  if (sizes.empty()) {
+    throw std::runtime_error(std::string("gpusync: ") + op +
+                             " works along dimension 0, and x has none: pass x.reshape(1)");
+  }
+  if (sizes[0] % parts != 0) {
+    throw std::runtime_error(std::string("gpusync: ") + op + " splits dimension 0, here of " +
+                             std::to_string(sizes[0]) + ", into " + std::to_string(parts) +
+                             " equal parts: pad x to a multiple of that");
+  }
+  std::vector<int64_t> shape(sizes.begin(), sizes.end());
+  shape[0] = shape[0] / parts * times;
+  return shape;
+}
+
+/// `expected` is what the caller was compiled for.
+inline void check_world_size(const cpu::Group& group, std::optional<int64_t> expected, const char* op) {
+  if (!expected || *expected == group.world_size()) return;
+  throw std::runtime_error(std::string("gpusync: ") + op + " expects a group of " +
+                           std::to_string(*expected) + " ranks, and '" + group.config().name + "' has " +
+                           std::to_string(group.world_size()) +
+                           ": was it made anew under the same name after this function was compiled?");
+}
+
+inline void check_reducible(const cpu::Payload& payload, ReduceOp op, const char* name) {
   if (op == ReduceOp::kAvg && (payload.dtype == DType::kInt32 || payload.dtype == DType::kInt64)) {
-    throw std::runtime_error("gpusync: all_reduce has no 'avg' for integers: use 'sum' and divide");
+    throw std::runtime_error(std::string("gpusync: ") + name +
+                             " has no 'avg' for integers: use 'sum' and divide");
   }
   if (payload.dtype == DType::kOther) {
-    throw std::runtime_error(
-        "gpusync: all_reduce takes float32, float64, float16, bfloat16, int32 and int64: convert x");
+    throw std::runtime_error(std::string("gpusync: ") + name +
+                             " takes float32, float64, float16, bfloat16, int32 and int64: convert x");
   }
 }
 

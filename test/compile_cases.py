@@ -128,6 +128,25 @@ class OverlappingGroups(_Summed):
         return y
 
 
+class SequenceParallel(_Summed):
+    """Gather, multiply, scatter, and the collectives with a root, each of which depends on the one before."""
+
+    def forward(self, design: Shipped, *inputs: Tensor) -> Tensor:
+        x, w = inputs
+        sync = design.sync["world"]
+        part = sync.reduce_scatter(torch.sin(sync.all_gather(x) @ w), "avg")
+        part = sync.broadcast(part, 1) * part + sync.reduce(torch.cos(part), 2)
+        return sync.all_to_all(torch.cat([part, 2 * part, 3 * part]))
+
+    def together(self, of_ranks: list[list[Tensor]]) -> list[Tensor]:
+        everything = torch.cat([x for x, _ in of_ranks])
+        mean = sum((torch.sin(everything @ w) for _, w in of_ranks), torch.zeros(())) / len(WORLD)
+        parts = list(mean.chunk(len(WORLD)))
+        reduced = sum((torch.cos(part) for part in parts), torch.zeros(()))
+        parts = [parts[1] * part + (reduced if r == 2 else 0) for r, part in enumerate(parts)]
+        return [torch.cat([(r + 1) * part for part in parts]) for r in WORLD]
+
+
 class _NeighbourGradient(torch.autograd.Function):
     """Identity; in the backward pass each rank continues with the gradient of the next rank."""
 
@@ -182,6 +201,7 @@ class BetweenPointwise(Case):
 CASES: dict[str, Case] = {
     "tensor_parallel": TensorParallel(),
     "overlapping_groups": OverlappingGroups(),
+    "sequence_parallel": SequenceParallel(),
     "backward_only": BackwardOnly(),
     "case_30_between_pointwise": BetweenPointwise(),
 }

@@ -44,6 +44,7 @@ def samples(name: str, sync: SyncGroup) -> list[tuple[Any, ...]]:
     after, before = (sync.rank + 1) % sync.world_size, (sync.rank - 1) % sync.world_size
     x = torch.arange(24.0).reshape(SHAPE) + 100 * sync.rank
     two = torch.tensor(2)
+    n = sync.world_size
     arguments: dict[str, list[tuple[Any, ...]]] = {
         "gpusync::barrier": [(), (CHANNEL, False)],
         "gpusync::signal": [(after, CHANNEL)],
@@ -59,6 +60,23 @@ def samples(name: str, sync: SyncGroup) -> list[tuple[Any, ...]]:
         "gpusync::all_reduce": [
             *((y,) for y in _layouts()),
             *((x.t().to(dtype), "max") for dtype in (torch.int64, torch.bfloat16)),
+        ],
+        "gpusync::all_gather": [
+            (x.detach().requires_grad_(), n),
+            *((y,) for y in _layouts() if y.dim() > 0),
+            (torch.arange(3) % 2 == 1,),
+        ],
+        "gpusync::reduce_scatter": [
+            (torch.cat([x] * n).requires_grad_(), "sum", n),
+            (torch.arange(6.0 * n).reshape(3, 2 * n).t(), "avg"),
+            (torch.arange(3 * n), "max"),
+        ],
+        "gpusync::broadcast": [(y, 0) for y in (*_layouts(), torch.arange(3, dtype=torch.uint8))],
+        "gpusync::reduce": [*((y, n - 1) for y in _layouts()), (torch.arange(3), 0, "min")],
+        "gpusync::all_to_all": [
+            (torch.cat([x] * n).requires_grad_(),),
+            (torch.arange(6.0 * n).reshape(3, 2 * n).t(),),
+            (torch.arange(3 * n).to(torch.complex128),),
         ],
         "gpusync::copy_to_ranks": [(y,) for y in _layouts()],
         "gpusync::reduce_from_ranks": [(y,) for y in _layouts()],

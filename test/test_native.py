@@ -39,6 +39,8 @@ RUNS = (
     "pushes ranks=3 processes=1 rounds=20000 disturb_us=500",
     "all_reduces ranks=3 rounds=5000 disturb_us=500 preset=0xFFFFFFF1",
     "all_reduces ranks=3 processes=1 rounds=5000 delay_us=100",
+    "exchanges ranks=3 rounds=3000 disturb_us=500 preset=0xFFFFFFF1",
+    "exchanges ranks=4 processes=1 rounds=3000 delay_us=100",
     "mixed ranks=3 rounds=20000 delay_us=100 disturb_us=500 preset=0xFFFFFFF0",
     "mixed ranks=5 processes=1 rounds=10000 disturb_us=500",
     "mixed ranks=64 rounds=50",

@@ -40,8 +40,11 @@ def test_schemas() -> None:
     assert_expected_inline(
         schemas,
         """\
+gpusync::all_gather(Tensor(a!) token, str group_name, Tensor x, int? world_size=None) -> Tensor
 gpusync::all_reduce(Tensor(a!) token, str group_name, Tensor x, str reduce_op="sum", str algo="auto") -> Tensor
+gpusync::all_to_all(Tensor(a!) token, str group_name, Tensor x) -> Tensor
 gpusync::barrier(Tensor(a!) token, str group_name, int channel=0, bool fence=True) -> ()
+gpusync::broadcast(Tensor(a!) token, str group_name, Tensor x, int src) -> Tensor
 gpusync::copy_to_ranks(Tensor(a!) token, str group_name, Tensor x) -> Tensor
 gpusync::get(Tensor(a!) token, str group_name, str buffer, int rank=-1, SymInt[]? size=None, SymInt offset=0, ScalarType? dtype=None) -> Tensor
 gpusync::get.tensor_offset(Tensor(a!) token, str group_name, str buffer, int rank, SymInt[]? size, Tensor offset, ScalarType? dtype=None) -> Tensor
@@ -51,7 +54,9 @@ gpusync::push_epoch(Tensor(a!) token, str group_name, int channel=0) -> Tensor
 gpusync::push_exit(Tensor(a!) token, str group_name, int channel=0) -> ()
 gpusync::put(Tensor(a!) token, str group_name, str buffer, Tensor x, int rank=-1, SymInt offset=0) -> ()
 gpusync::put.tensor_offset(Tensor(a!) token, str group_name, str buffer, Tensor x, int rank, Tensor offset) -> ()
+gpusync::reduce(Tensor(a!) token, str group_name, Tensor x, int dst, str reduce_op="sum") -> Tensor
 gpusync::reduce_from_ranks(Tensor(a!) token, str group_name, Tensor x) -> Tensor
+gpusync::reduce_scatter(Tensor(a!) token, str group_name, Tensor x, str reduce_op="sum", int? world_size=None) -> Tensor
 gpusync::signal(Tensor(a!) token, str group_name, int dst, int channel=0) -> ()
 gpusync::wait_signal(Tensor(a!) token, str group_name, int src, int channel=0) -> ()""",
     )

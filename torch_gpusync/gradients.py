@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from torch_gpusync.ops import ALL_OPS, lib, ops
+from torch_gpusync.ops import ALL_OPS, WITH_GRADIENT, lib, ops
 
 _all_reduce = ops.all_reduce.default
 
@@ -33,7 +33,7 @@ def wants_gradient(x: Tensor) -> bool:
     )
 
 
-def _apply(function: Any, *arguments: Any) -> Tensor:
+def apply(function: Any, *arguments: Any) -> Tensor:
     if not torch._C._are_functorch_transforms_active():
         return function.apply(None, *arguments)  # type: ignore[no-any-return]
     from torch._functorch.utils import enable_single_level_autograd_function
@@ -44,7 +44,7 @@ def _apply(function: Any, *arguments: Any) -> Tensor:
 
 
 @contextmanager
-def _below_autograd(modes: tuple[bool, bool] | None) -> Iterator[None]:
+def below_autograd(modes: tuple[bool, bool] | None) -> Iterator[None]:
     """For the forward pass, which autograd runs with all of it switched off: the levels below want it as it was."""
     with torch._C._AutoDispatchBelowAutograd():
         if modes is None:
@@ -54,7 +54,7 @@ def _below_autograd(modes: tuple[bool, bool] | None) -> Iterator[None]:
             yield
 
 
-class _OfRanks(_SingleLevelFunction):
+class OfRanks(_SingleLevelFunction):
     """Base: ``(modes, x, token, group_name, ...) -> Tensor``.
 
     Under ``torch.func`` an op's kernel on the Autograd key runs inside one level of the transforms, and the op that it
@@ -67,10 +67,10 @@ class _OfRanks(_SingleLevelFunction):
         _, _, ctx.token, ctx.group_name, *ctx.rest = inputs
 
 
-class _AllReduce(_OfRanks):
+class _AllReduce(OfRanks):
     @staticmethod
     def forward(modes: Modes, x: Tensor, token: Tensor, group_name: str, reduce_op: str, algo: str) -> Tensor:
-        with _below_autograd(modes):
+        with below_autograd(modes):
             result: Tensor = _all_reduce(token, group_name, x, reduce_op, algo)
         return result
 
@@ -93,12 +93,12 @@ class _AllReduce(_OfRanks):
         return _AllReduce._linear(ctx, tangent)
 
 
-class _CopyToRanks(_OfRanks):
+class _CopyToRanks(OfRanks):
     @staticmethod
     def forward(modes: Modes, x: Tensor, token: Tensor, group_name: str) -> Tensor:
         if modes is None:
             return x.clone(memory_format=torch.contiguous_format)
-        with _below_autograd(modes):  # a clone has another gradient at the levels below
+        with below_autograd(modes):  # a clone has another gradient at the levels below
             result: Tensor = ops.copy_to_ranks.default(token, group_name, x)
         return result
 
@@ -113,11 +113,11 @@ class _CopyToRanks(_OfRanks):
         return result
 
 
-class _ReduceFromRanks(_OfRanks):
+class _ReduceFromRanks(OfRanks):
     @staticmethod
     def forward(modes: Modes, x: Tensor, token: Tensor, group_name: str) -> Tensor:
         op = _all_reduce if modes is None else ops.reduce_from_ranks.default
-        with _below_autograd(modes):
+        with below_autograd(modes):
             result: Tensor = op(token, group_name, x)
         return result
 
@@ -143,7 +143,7 @@ def _all_reduce_autograd(
 ) -> Tensor:
     # Where a compiler traces (on the Python key) nothing but autograd itself knows of tangents.
     if wants_gradient(x) or keys.has(torch._C.DispatchKey.Python):
-        return _apply(_AllReduce, x, token, group_name, reduce_op, algo)
+        return apply(_AllReduce, x, token, group_name, reduce_op, algo)
     below = keys & torch._C._after_autograd_keyset  # half a microsecond less than a guard
     return _all_reduce.redispatch(below, token, group_name, x, reduce_op, algo)  # type: ignore[no-any-return]
 
@@ -153,7 +153,7 @@ def _copy(token: Tensor, group_name: str, x: Tensor) -> Tensor:
 
 
 def _copy_autograd(token: Tensor, group_name: str, x: Tensor) -> Tensor:
-    return _apply(_CopyToRanks, x, token, group_name)
+    return apply(_CopyToRanks, x, token, group_name)
 
 
 def _reduce(token: Tensor, group_name: str, x: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def _reduce(token: Tensor, group_name: str, x: Tensor) -> Tensor:
 
 
 def _reduce_autograd(token: Tensor, group_name: str, x: Tensor) -> Tensor:
-    return _apply(_ReduceFromRanks, x, token, group_name)
+    return apply(_ReduceFromRanks, x, token, group_name)
 
 
 lib.impl("all_reduce", _all_reduce_autograd, "Autograd", with_keyset=True)
@@ -173,5 +173,5 @@ lib.impl("reduce_from_ranks", _reduce_autograd, "Autograd")
 
 # The others have no gradient: they skip autograd, which would otherwise complain about the mutated token.
 for _name in ALL_OPS:
-    if _name not in ("all_reduce", "copy_to_ranks", "reduce_from_ranks"):
+    if _name not in WITH_GRADIENT:
         lib.impl(_name, torch.library.fallthrough_kernel, "Autograd")

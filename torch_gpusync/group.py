@@ -18,7 +18,7 @@ from torch_gpusync.buffer import SymmetricBuffer
 from torch_gpusync.cuda_memory import PeerMemory, SharedBetweenProcesses
 from torch_gpusync.errors import SyncError
 from torch_gpusync.methods import SyncMethods
-from torch_gpusync.ops import buffer_meta, ops
+from torch_gpusync.ops import buffer_meta, ops, world_sizes
 from torch_gpusync.rendezvous import Deadline, Rendezvous
 
 MAX_RANKS = 64
@@ -37,6 +37,7 @@ def _forget_parent() -> None:
     """A forked child may make groups of its own under the names that its parent's groups have."""
     _open_names.clear()
     buffer_meta.clear()
+    world_sizes.clear()
 
 
 os.register_at_fork(after_in_child=_forget_parent)
@@ -252,6 +253,7 @@ class SyncGroup(SyncMethods):
             len({namespace for _, namespace in places}) == 1,
         )
         _open_names.add(self.name)
+        world_sizes[self.name] = meeting.world_size
         # Closes on garbage collection and at exit too, but not in a forked child: the group is the parent's.
         self._finalizer = weakref.finalize(self, _close, self.name, os.getpid())
         try:
@@ -436,5 +438,6 @@ def _close(name: str, pid: int) -> None:
         return
     ops._close(name)
     _open_names.discard(name)
+    world_sizes.pop(name, None)
     for key in [key for key in buffer_meta if key[0] == name]:
         del buffer_meta[key]

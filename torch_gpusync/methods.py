@@ -6,8 +6,8 @@ import torch
 from torch.compiler import is_compiling, is_exporting
 
 from torch_gpusync import errors
+from torch_gpusync.collectives import Collectives
 from torch_gpusync.errors import SyncError
-from torch_gpusync.gradients import wants_gradient
 from torch_gpusync.ops import ops
 
 # Looked up once: through torch.ops it would be a tenth of a call.
@@ -18,8 +18,6 @@ _pull_start = ops.pull_start.default
 _pull_end = ops.pull_end.default
 _push_epoch = ops.push_epoch.default
 _push_exit = ops.push_exit.default
-_all_reduce = ops.all_reduce.default
-_all_reduce_without_grad = ops._all_reduce.default
 
 _EXPORT = (
     "gpusync: torch.export lets a model mutate its own buffers only, and a SyncGroup's token is none: give the model a "
@@ -27,7 +25,7 @@ _EXPORT = (
 )
 
 
-class SyncMethods:
+class SyncMethods(Collectives):
     """The ops of a group, for a class that says on which token and group they work."""
 
     name: str
@@ -99,26 +97,3 @@ class SyncMethods:
         """End the push under way: the next one uses the other half. Two halves suffice when in every push
         every rank receives something from every rank."""
         self._call(_push_exit, channel)
-
-    def all_reduce(self, x: torch.Tensor, reduce_op: str = "sum", algo: str = "auto") -> torch.Tensor:
-        """Reduce ``x`` over the ranks, out of place; every rank gets the same bits.
-
-        Args:
-            x: float32, float64, float16, bfloat16, int32 or int64, any shape and strides, the same on all
-                ranks.
-            reduce_op: ``sum``, ``max``, ``min`` or, for floating point, ``avg`` (the sum times 1/world_size),
-                in rank order; the 16-bit types are reduced in float32 and rounded once.
-            algo: ``pull_one_shot`` (stage, meet, read all), ``pull_two_shot`` (each rank reduces its share),
-                ``push_one_shot`` (write to all), or ``auto`` by size. All give the same bits.
-
-        Returns:
-            A contiguous tensor of x's shape and dtype. Gradient (sum and avg): all_reduce of the gradients
-            with the same reduce_op.
-
-        Raises:
-            SyncError: unknown dtype, reduce_op or algo. SyncTimeoutError, SyncMismatchError: see the classes.
-        """
-        needs_grad = is_compiling() or wants_gradient(x)
-        return self._call(  # type: ignore[no-any-return]
-            _all_reduce if needs_grad else _all_reduce_without_grad, x, reduce_op, algo
-        )

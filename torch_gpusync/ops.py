@@ -22,6 +22,8 @@ REDUCIBLE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16,
 
 # (group name, buffer name) -> (shape, dtype), for a `get` that leaves them out.
 buffer_meta: dict[tuple[str, str], tuple[torch.Size, torch.dtype]] = {}
+# Group name -> world size, for a collective that leaves it out.
+world_sizes: dict[str, int] = {}
 
 lib = torch.library.Library("gpusync", "FRAGMENT")
 lib.define("copy_to_ranks(Tensor(a!) token, str group_name, Tensor x) -> Tensor")
@@ -32,7 +34,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """The fake of every op that returns nothing and takes no tensor besides the token."""
 
 
-def _check_device(token: Tensor, x: Tensor) -> None:
+def check_device(token: Tensor, x: Tensor) -> None:
     """Also what stops a meta tensor, whose 'kernels' these fakes are, from being taken for data."""
     torch._check(
         token.device.type == x.device.type,
@@ -45,8 +47,10 @@ def _check_device(token: Tensor, x: Tensor) -> None:
 
 _RETURN_NOTHING = ("barrier", "signal", "wait_signal", "pull_start", "pull_end", "push_exit", "_nothing")
 BUFFER_OPS = ("put", "put.tensor_offset", "get", "get.tensor_offset")
-ELEMENTWISE = ("all_reduce", "_all_reduce", "copy_to_ranks", "reduce_from_ranks")
-ALL_OPS = (*_RETURN_NOTHING, "push_epoch", *BUFFER_OPS, *ELEMENTWISE)
+ELEMENTWISE = ("all_reduce", "_all_reduce", "copy_to_ranks", "reduce_from_ranks", "broadcast", "reduce")
+ALONG_DIMENSION_0 = ("all_gather", "reduce_scatter", "all_to_all")
+ALL_OPS = (*_RETURN_NOTHING, "push_epoch", *BUFFER_OPS, *ELEMENTWISE, *ALONG_DIMENSION_0)
+WITH_GRADIENT = tuple(name for name in (*ELEMENTWISE, *ALONG_DIMENSION_0) if name != "_all_reduce")
 
 for _name in _RETURN_NOTHING:
     torch.library.register_fake(f"gpusync::{_name}", _nothing, lib=lib)
@@ -57,7 +61,7 @@ for _name in _RETURN_NOTHING:
 def _put(
     token: Tensor, group_name: str, buffer: str, x: Tensor, rank: int = -1, offset: int | Tensor = 0
 ) -> None:
-    _check_device(token, x)
+    check_device(token, x)
 
 
 @torch.library.register_fake("gpusync::push_epoch", lib=lib)
@@ -99,12 +103,12 @@ def _all_reduce(
     torch._check(
         x.dtype in REDUCIBLE_DTYPES, lambda: f"gpusync: all_reduce does not take {x.dtype}: convert x"
     )
-    _check_device(token, x)
+    check_device(token, x)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @torch.library.register_fake("gpusync::copy_to_ranks", lib=lib)
 @torch.library.register_fake("gpusync::reduce_from_ranks", lib=lib)
 def _like(token: Tensor, group_name: str, x: Tensor) -> Tensor:
-    _check_device(token, x)
+    check_device(token, x)
     return torch.empty_like(x, memory_format=torch.contiguous_format)

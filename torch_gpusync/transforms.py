@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_gpusync.ops import ALL_OPS, BUFFER_OPS, ELEMENTWISE, lib, ops
+from torch_gpusync.ops import ALL_OPS, ALONG_DIMENSION_0, BUFFER_OPS, ELEMENTWISE, lib, ops
 
 # An op that no batched tensor reaches (a barrier never meets one) runs once for the batch, with no rule.
 
@@ -24,6 +24,21 @@ def _whole_batch(name: str) -> Callable[..., tuple[Tensor, int]]:
         info: Any, in_dims: tuple[int | None, ...], token: Tensor, group_name: str, x: Tensor, *rest: Any
     ) -> tuple[Tensor, int]:
         return op(token, group_name, x.movedim(in_dims[2] or 0, 0), *rest), 0
+
+    return rule
+
+
+def _batch_behind(name: str) -> Callable[..., tuple[Tensor, int]]:
+    """Ranks exchange rows: one call exchanges each row of the whole batch."""
+    op = _overload(name)
+
+    def rule(
+        info: Any, in_dims: tuple[int | None, ...], token: Tensor, group_name: str, x: Tensor, *rest: Any
+    ) -> tuple[Tensor, int]:
+        torch._check(
+            x.dim() > 1, lambda: f"gpusync: {name} works along dimension 0, and x has none: pass x.reshape(1)"
+        )
+        return op(token, group_name, x.movedim(in_dims[2] or 0, 1), *rest), 1
 
     return rule
 
@@ -48,6 +63,8 @@ def _refuse_cond(*arguments: Any, **keywords: Any) -> None:
 
 for _name in ELEMENTWISE:
     torch.library.register_vmap(f"gpusync::{_name}", _whole_batch(_name), lib=lib)
+for _name in ALONG_DIMENSION_0:
+    torch.library.register_vmap(f"gpusync::{_name}", _batch_behind(_name), lib=lib)
 for _name in BUFFER_OPS:
     torch.library.register_vmap(f"gpusync::{_name}", _refuse_batch(_name), lib=lib)
 for _name in ALL_OPS:

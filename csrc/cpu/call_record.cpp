@@ -68,6 +68,11 @@ const char* name(Op op) {
     case Op::kPut: return "put";
     case Op::kGet: return "get";
     case Op::kAllReduce: return "all_reduce";
+    case Op::kAllGather: return "all_gather";
+    case Op::kReduceScatter: return "reduce_scatter";
+    case Op::kBroadcast: return "broadcast";
+    case Op::kAllToAll: return "all_to_all";
+    case Op::kReduce: return "reduce";
   }
   return "unknown op";
 }
@@ -114,8 +119,9 @@ std::string describe(const CallRecord& record) {
     for (uint32_t i = 0; i < dims; ++i) text += (i ? ", " : "") + std::to_string(record.sizes[i]);
     text += record.ndim > kRecordedDims ? ", ...]" : "]";
   }
-  if (record.op == Op::kAllReduce)
-    text += std::string(" ") + name(record.reduce_op) + " " + name(record.algo);
+  if (record.op == Op::kAllReduce || record.op == Op::kReduceScatter || record.op == Op::kReduce)
+    text += std::string(" ") + name(record.reduce_op);
+  if (record.algo != Algo::kNone) text += std::string(" ") + name(record.algo);
   std::string rest;
   if (record.channel >= 0) rest += "channel=" + std::to_string(record.channel);
   if (record.peer >= 0) rest += (rest.empty() ? "rank=" : ", rank=") + std::to_string(record.peer);

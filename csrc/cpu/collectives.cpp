@@ -1,4 +1,5 @@
-// All-reduce through staging memory: every rank copies its input to where its peers can read it.
+// All-reduce through staging memory: every rank copies its input to where its peers can read it. (The other
+// collectives are in exchange.cpp.)
 #include <algorithm>
 #include <cstring>
 
@@ -7,8 +8,8 @@
 
 namespace gpusync::cpu {
 
-CallKey Group::collective_key(const Payload& payload, ReduceOp reduce_op, Algo algo) const {
-  return {.op = Op::kAllReduce,
+CallKey Group::collective_key(Op op, const Payload& payload, ReduceOp reduce_op, Algo algo) const {
+  return {.op = op,
           .dtype = payload.dtype,
           .reduce_op = reduce_op,
           .algo = algo,
@@ -31,9 +32,6 @@ Algo choose(Algo asked, uint32_t world_size, uint64_t bytes) {
   return world_size > 2 && bytes >= kTwoShotFrom ? Algo::kPullTwoShot : Algo::kPullOneShot;
 }
 
-// What is staged at a time, however much staging memory there is: so little that a peer finds it in the
-// second-level cache of the core that wrote it, so much that meeting is a small part of the work.
-constexpr size_t kOneShotPart = 256 << 10;
 constexpr size_t kTwoShotPart = 1 << 20;
 
 }  // namespace
@@ -43,7 +41,7 @@ void Group::all_reduce(const void* input, void* output, const Payload& payload, 
   const auto turn = take_turn(m_channel_mutex[m_config.channels]);
   const size_t item = item_bytes(payload.dtype);
   const Algo algo = choose(asked, m_config.world_size, payload.numel * item);
-  const CallKey agreed = collective_key(payload, reduce_op, algo);
+  const CallKey agreed = collective_key(Op::kAllReduce, payload, reduce_op, algo);
   if (payload.numel == 0) {
     skip(agreed, payload);
     return;

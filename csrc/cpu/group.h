@@ -52,7 +52,11 @@ struct Buffer {
 /// Throws when `numel` elements at `offset` do not lie inside the buffer.
 void check_fits(const Buffer& buffer, int64_t offset, uint64_t numel, const char* op);
 
-/// What one round of a collective works on.
+// What a collective stages at a time, however much staging memory there is: so little that a peer finds it in
+// the second-level cache of the core that wrote it, so much that meeting is a small part of the work.
+inline constexpr size_t kOneShotPart = 256 << 10;
+
+/// What one round of an all-reduce works on.
 struct Part {
   const char* input;
   char* output;
@@ -60,6 +64,19 @@ struct Part {
   DType dtype;
   ReduceOp reduce_op;
   uint32_t key;
+};
+
+/// One of the collectives in which every rank reads a piece of every rank's input.
+struct Exchange {
+  Op op;
+  size_t item_bytes;                    // of an element
+  ReduceOp reduce_op = ReduceOp::kSum;  // of reduce_scatter
+  int64_t root = 0;                     // of broadcast and reduce
+
+  bool has_root() const { return op == Op::kBroadcast || op == Op::kReduce; }
+  bool reduces() const { return op == Op::kReduceScatter || op == Op::kReduce; }
+  /// Has the input a part for every rank?
+  bool is_split() const { return op == Op::kAllToAll || op == Op::kReduceScatter; }
 };
 
 class Group {
@@ -87,6 +104,10 @@ class Group {
 
   // --- collectives.cpp
   void all_reduce(const void* input, void* output, const Payload& payload, ReduceOp reduce_op, Algo asked);
+
+  // --- exchange.cpp
+  void exchange(const Exchange& what, const void* input, void* output, const Payload& payload);
+  CallKey exchange_key(const Exchange& what, const Payload& payload) const;
 
   // --- reset.cpp: what one rank does in a reset. All ranks meet between rebase() and revive(), and before.
   /// Is no call of this rank under way, in any of its threads? (A put or a get may be.)
@@ -126,7 +147,7 @@ class Group {
 
   /// A zero-size collective: it advances nothing but a count, which the ranks must agree on.
   void skip(const CallKey& key, const Payload& payload);
-  CallKey collective_key(const Payload& payload, ReduceOp reduce_op, Algo algo) const;
+  CallKey collective_key(Op op, const Payload& payload, ReduceOp reduce_op, Algo algo) const;
 
   // --- for ranks on GPUs (../cuda/): the device part of the group, and what its kernels see of the host
   void set_device_part(std::shared_ptr<void> part) { m_device_part = std::move(part); }

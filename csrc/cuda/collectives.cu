@@ -67,7 +67,7 @@ void Group::all_reduce(const Launch& launch, const void* input, void* output, co
   const uint32_t world_size = m_host.world_size();
   const size_t item = cpu::item_bytes(payload.dtype);
   const TuningRow row = choose(algo, payload.numel * item);
-  const CallKey key = m_host.collective_key(payload, reduce_op, row.algo);
+  const CallKey key = m_host.collective_key(Op::kAllReduce, payload, reduce_op, row.algo);
   if (payload.numel == 0) {
     m_host.skip(key, payload);
     return;

@@ -75,6 +75,10 @@ class Group {
   void all_reduce(const Launch& launch, const void* input, void* output, const cpu::Payload& payload,
                   ReduceOp reduce_op, Algo algo);  // Algo::kNone: auto
 
+  // --- exchange.cu; `poison`: what the output of a broken group is filled with, where nothing is reduced
+  void exchange(const Launch& launch, const cpu::Exchange& what, const void* input, void* output,
+                const cpu::Payload& payload, uint64_t poison);
+
   /// What `auto` chooses and how wide a launch is, by payload; rows in ascending order of max_bytes.
   struct TuningRow {
     uint64_t max_bytes;

@@ -1,5 +1,5 @@
-// What the all-reduce kernels share: reduction of packs in rank order, the count of calls, and the choice
-// among instantiations.
+// What the kernels of the collectives share: reduction of packs in rank order, the count of calls, and the
+// choice among instantiations.
 #pragma once
 
 #include <stdexcept>
@@ -117,7 +117,7 @@ __device__ __forceinline__ void finish_call(const AllReduceParams& p, uint32_t c
 /// `Kernels<T, kRanks>::kernel` for the arguments. Unrolled over the ranks only for what models reduce all
 /// the time: sums of floating-point types up to 32 bits over 2, 4 or 8 ranks.
 template <template <class, uint32_t> class Kernels, class T>
-AllReduceKernel choose_ranks(ReduceOp op, uint32_t world_size) {
+auto choose_ranks(ReduceOp op, uint32_t world_size) {
   if constexpr (!std::is_integral_v<T> && sizeof(T) < 8) {
     if (op == ReduceOp::kSum || op == ReduceOp::kAvg) {
       switch (world_size) {
@@ -132,7 +132,7 @@ AllReduceKernel choose_ranks(ReduceOp op, uint32_t world_size) {
 }
 
 template <template <class, uint32_t> class Kernels>
-AllReduceKernel choose_kernel(DType dtype, ReduceOp op, uint32_t world_size) {
+auto choose_kernel(DType dtype, ReduceOp op, uint32_t world_size) {
   switch (dtype) {
     case DType::kFloat32: return choose_ranks<Kernels, float>(op, world_size);
     case DType::kFloat64: return choose_ranks<Kernels, double>(op, world_size);

@@ -72,6 +72,7 @@ void Group::preload() const {
   load_kernel(push_exit_kernel);
   preload_buffers();
   preload_collectives();
+  preload_exchanges();
 }
 
 template <bool kFence, bool kStart>

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from gpu_ranks import keep_pace, late, meet, settle, to_device
+from test_exchange import random_bytes
 from test_ops import DTYPES, _inputs, _reference, assert_same_bits
 from torch import Tensor
 
@@ -239,6 +240,43 @@ def reductions(sync: SyncGroup, cases: list[Case]) -> str:
         content = raw(y)
         digest.update(ctypes.string_at(content.data_ptr(), content.numel()))
     return digest.hexdigest()
+
+
+def exchanges(sync: SyncGroup, sizes: tuple[int, ...], start: int = 0) -> None:
+    """The other collectives, between all_reduces that use the same staging memory, bit for bit. The inputs begin `start`
+    elements into their memory."""
+    n, rank = sync.world_size, sync.rank
+    plan = [(dtype, rows) for dtype in COPIED_DTYPES for rows in sizes]
+    hosts = [
+        [random_bytes(r, dtype, n * rows, seed=k) for r in range(n)] for k, (dtype, rows) in enumerate(plan)
+    ]
+    mine = []
+    for xs in hosts:
+        memory = to_device(torch.zeros(start + xs[0].numel(), dtype=xs[0].dtype))
+        memory[start:].view(torch.uint8).copy_(xs[rank].view(torch.uint8))
+        mine.append(memory[start:])
+    numbers = [_inputs(r, n * max(sizes), torch.float32, 5) for r in range(n)]
+    x = to_device(numbers[rank])
+    total, smallest = _reference(numbers, "sum"), _reference(numbers, "min")
+    settle(sync)
+    meet(sync)
+    seen = []
+    for k, y in enumerate(mine):
+        root = k % n
+        if k % 7 == rank:
+            late(100)
+        seen.append([sync.all_gather(y), sync.all_to_all(y), sync.broadcast(y, root)])
+        seen[-1] += [sync.all_reduce(x), sync.reduce_scatter(x, "min"), sync.reduce(x, root)]
+        settle(sync)
+    part = slice(rank * max(sizes), (rank + 1) * max(sizes))
+    for k, (gathered, exchanged, broadcast, summed, scattered, reduced) in enumerate(seen):
+        xs, rows = hosts[k], plan[k][1]
+        assert_same_bytes(gathered, torch.cat(xs), plan[k])
+        assert_same_bytes(exchanged, torch.cat([y.view(n, rows)[rank] for y in xs]), plan[k])
+        assert_same_bytes(broadcast, xs[k % n], plan[k])
+        assert_same_bits(summed.cpu(), total)
+        assert_same_bits(scattered.cpu(), smallest[part])
+        assert_same_bits(reduced.cpu(), total if rank == k % n else torch.zeros_like(total))
 
 
 LAYOUTS: list[Callable[[Tensor], Tensor]] = [

@@ -12,6 +12,7 @@ from op_bodies import (
     assert_same_bytes,
     copies,
     every_offset,
+    exchanges,
     layouts,
     messages,
     mixture,
@@ -95,6 +96,14 @@ def test_all_reduce_through_the_smallest_staging_buffers(buffer_bytes: int) -> N
 def test_all_reduce_takes_every_layout() -> None:
     with virtual_group(3) as ranks:
         drive(ranks, layouts)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+def test_the_other_collectives_bit_for_bit(n: int) -> None:
+    with virtual_group(n, buffer_bytes=1 << 14) as ranks:
+        drive(ranks, exchanges, (1, 7, 515, 6000) if n < 8 else (7, 515))
+    with virtual_group(n) as ranks:
+        drive(ranks, exchanges, (3, 50_000) if n < 8 else (3,), 1)
 
 
 @pytest.mark.parametrize(("n", "calls"), [(3, 10_000), (8, 500)])

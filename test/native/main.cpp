@@ -17,6 +17,7 @@ constexpr Workload kWorkloads[] = {
     {"rings", rings, {"rings", nullptr}},
     {"pushes", pushes, {nullptr, nullptr}},
     {"all_reduces", all_reduces, {nullptr, nullptr}},
+    {"exchanges", exchanges, {nullptr, nullptr}},
     {"mixed", mixed, {nullptr, nullptr}},
     {"opening", opening, {nullptr, nullptr}},
     {"closing", closing, {nullptr, nullptr}},

@@ -19,6 +19,7 @@ namespace {
 using gpusync::Algo;
 using gpusync::DType;
 using gpusync::kMaxRanks;
+using gpusync::Op;
 using gpusync::ReduceOp;
 
 // Where each kind keeps its messages on a rank's board, in words. Messages have kWords words, kLine apart.
@@ -31,7 +32,15 @@ constexpr uint64_t kPingAt = 12 * kLine;
 constexpr uint64_t kPushAt = 16 * kLine;  // [half][source]
 static_assert(kPushAt + 2 * kMaxRanks * kLine <= Rank::kBoardWords);
 
-enum Kind : uint64_t { kBarrierKind = 1, kPullKind, kSignalKind, kPingKind, kPushKind, kReduceKind };
+enum Kind : uint64_t {
+  kBarrierKind = 1,
+  kPullKind,
+  kSignalKind,
+  kPingKind,
+  kPushKind,
+  kReduceKind,
+  kExchangeKind
+};
 
 uint64_t value(Kind kind, uint64_t rank, uint64_t round, uint64_t index) {
   return mix(kind << 32 | rank, round, index);
@@ -100,6 +109,11 @@ void reduce_and_verify(Rank& rank, cpu::Group& group, uint64_t numel, DType dtyp
                 static_cast<unsigned long>(i), static_cast<unsigned long>(numel));
     }
   }
+}
+
+/// Element i of the piece of `from`'s input that is meant for `to`.
+uint64_t piece(uint32_t from, uint32_t to, uint64_t round, uint64_t i) {
+  return value(kExchangeKind, from * kMaxRanks + to, round, i);
 }
 
 }  // namespace
@@ -234,6 +248,40 @@ void Rounds::all_reduce(uint64_t numel, DType dtype, ReduceOp op, Algo algo) {
       return reduce_and_verify<cpu::BFloat16>(m_rank, m_group, numel, dtype, op, algo, k);
     case DType::kInt32: return reduce_and_verify<int32_t>(m_rank, m_group, numel, dtype, op, algo, k);
     default: return reduce_and_verify<int64_t>(m_rank, m_group, numel, DType::kInt64, op, algo, k);
+  }
+}
+
+void Rounds::exchange(Op op, uint64_t columns) {
+  const uint64_t k = m_exchanges++;
+  const uint32_t me = m_rank.id();
+  const uint32_t ranks = m_rank.ranks();
+  const auto root = static_cast<uint32_t>(k % ranks);
+  const cpu::Exchange what{op, sizeof(uint64_t), ReduceOp::kSum, root};
+  const uint64_t rows = what.is_split() ? ranks : 1;
+  std::vector<uint64_t> input(rows * columns);
+  std::vector<uint64_t> output(columns * (what.reduces() || op == Op::kBroadcast ? 1 : ranks));
+  for (uint64_t row = 0; row < rows; ++row) {
+    for (uint64_t i = 0; i < columns; ++i) {
+      input[row * columns + i] = piece(me, static_cast<uint32_t>(rows == 1 ? 0 : row), k, i);
+    }
+  }
+  const int64_t sizes[] = {static_cast<int64_t>(rows), static_cast<int64_t>(columns)};
+  m_rank.pause();
+  m_group.exchange(what, input.data(), output.data(), {DType::kInt64, input.size(), sizes});
+  const uint32_t mine = rows == 1 ? 0 : me;
+  for (uint64_t i = 0; i < output.size(); ++i) {
+    uint64_t expected = 0;
+    if (op == Op::kBroadcast) {
+      expected = piece(root, 0, k, i);
+    } else if (!what.reduces()) {
+      expected = piece(static_cast<uint32_t>(i / columns), mine, k, i % columns);
+    } else if (op == Op::kReduceScatter || me == root) {
+      for (uint32_t r = 0; r < ranks; ++r) expected += piece(r, mine, k, i);
+    }
+    if (output[i] != expected) {
+      m_rank.fail("exchange %lu: element %lu of %lu is wrong", static_cast<unsigned long>(k),
+                  static_cast<unsigned long>(i), static_cast<unsigned long>(output.size()));
+    }
   }
 }
 

@@ -136,6 +136,8 @@ class Rounds {
   /// Once around: each rank waits for its left neighbour's message, and then sends its own to the right.
   void ring(int64_t channel);
   void all_reduce(uint64_t numel, gpusync::DType dtype, gpusync::ReduceOp op, gpusync::Algo algo);
+  /// One of the other collectives, with `columns` numbers from each rank for each.
+  void exchange(gpusync::Op op, uint64_t columns);
 
  private:
   Rank& m_rank;
@@ -147,6 +149,7 @@ class Rounds {
   uint64_t m_games = 0;
   uint64_t m_rings = 0;
   uint64_t m_reductions = 0;
+  uint64_t m_exchanges = 0;
 };
 
 struct Workload {
@@ -162,6 +165,7 @@ void signals(Rank& rank);
 void rings(Rank& rank);
 void pushes(Rank& rank);
 void all_reduces(Rank& rank);
+void exchanges(Rank& rank);
 void mixed(Rank& rank);
 void opening(Rank& rank);
 void closing(Rank& rank);

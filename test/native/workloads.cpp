@@ -6,6 +6,7 @@ namespace {
 
 using gpusync::Algo;
 using gpusync::DType;
+using gpusync::Op;
 using gpusync::ReduceOp;
 
 /// A random all-reduce that all ranks draw alike: mostly small, some of several staging halves, some empty.
@@ -18,6 +19,14 @@ void random_all_reduce(Rounds& rounds, uint64_t chance) {
   constexpr Algo kAlgos[] = {Algo::kNone, Algo::kPullOneShot, Algo::kPullTwoShot, Algo::kPushOneShot};
   const auto op = static_cast<ReduceOp>((chance >> 40) % 3);
   rounds.all_reduce(numel, kTypes[(chance >> 32) % 6], op, kAlgos[(chance >> 48) % 4]);
+}
+
+void random_exchange(Rounds& rounds, uint64_t chance) {
+  constexpr Op kOps[] = {Op::kAllGather, Op::kBroadcast, Op::kAllToAll, Op::kReduceScatter, Op::kReduce};
+  uint64_t columns = 1 + (chance >> 8) % 100;
+  if (chance % 8 == 0) columns = (chance >> 8) % (Rank::kHalfBytes / 16);
+  if (chance % 64 == 1) columns = 0;
+  rounds.exchange(kOps[(chance >> 32) % 5], columns);
 }
 
 }  // namespace
@@ -71,18 +80,29 @@ void all_reduces(Rank& rank) {
   }
 }
 
+void exchanges(Rank& rank) {
+  const auto group = rank.open_together(rank.options().timeout);
+  Rounds rounds(rank, *group);
+  for (uint64_t k = 0; rank.go_on(k); ++k) {
+    random_exchange(rounds, mix(rank.options().seed, k));
+    random_all_reduce(rounds, mix(rank.options().seed, k, 1));  // all of them share the staging memory
+    rounds.exchange(Op::kAllGather, 1 + k % 50);
+  }
+}
+
 void mixed(Rank& rank) {
   const auto group = rank.open_together(rank.options().timeout);
   Rounds rounds(rank, *group);
   for (uint64_t k = 0; rank.go_on(k); ++k) {
     const uint64_t chance = mix(rank.options().seed, k, 0x313);
     const auto channel = static_cast<int64_t>(chance % Rank::kChannels);
-    switch ((chance >> 8) % 6) {
+    switch ((chance >> 8) % 7) {
       case 0: rounds.pull(channel, chance >> 16 & 1); break;
       case 1: rounds.push(channel); break;
       case 2: rounds.signal_all(channel); break;
       case 3: rounds.ping_pong(channel); break;
       case 4: random_all_reduce(rounds, chance >> 11); break;
+      case 5: random_exchange(rounds, chance >> 11); break;
       default: break;
     }
     rounds.barrier(channel);

@@ -1,0 +1,115 @@
+"""The collectives of a group, as methods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+
+from torch_gpusync import exchange  # noqa: F401  (registers fakes and gradients)
+from torch_gpusync.gradients import wants_gradient
+from torch_gpusync.ops import ops
+
+# Looked up once: through torch.ops it would be a tenth of a call.
+_all_reduce = ops.all_reduce.default
+_all_reduce_without_grad = ops._all_reduce.default
+_all_gather = ops.all_gather.default
+_reduce_scatter = ops.reduce_scatter.default
+_broadcast = ops.broadcast.default
+_reduce = ops.reduce.default
+_all_to_all = ops.all_to_all.default
+
+
+class Collectives:
+    """Every rank makes the same calls in the same order. Nothing else is needed before or after: data is staged in memory of
+    the group's own, and the result is complete when the call returns (on a GPU: in stream order).
+
+    All of them raise :class:`SyncError` for an x that they cannot take, on all ranks alike, and
+    :class:`SyncTimeoutError` or :class:`SyncMismatchError`: see the classes. A call with zero elements, on all ranks, does
+    nothing.
+    """
+
+    world_size: int
+
+    def _call(self, op: Any, *arguments: Any) -> Any:
+        raise NotImplementedError
+
+    def all_reduce(self, x: torch.Tensor, reduce_op: str = "sum", algo: str = "auto") -> torch.Tensor:
+        """Reduce ``x`` over the ranks, out of place; every rank gets the same bits.
+
+        Args:
+            x: float32, float64, float16, bfloat16, int32 or int64, any shape and strides, the same on all
+                ranks.
+            reduce_op: ``sum``, ``max``, ``min`` or, for floating point, ``avg`` (the sum times 1/world_size),
+                in rank order; the 16-bit types are reduced in float32 and rounded once.
+            algo: ``pull_one_shot`` (stage, meet, read all), ``pull_two_shot`` (each rank reduces its share),
+                ``push_one_shot`` (write to all), or ``auto`` by size. All give the same bits.
+
+        Returns:
+            A contiguous tensor of x's shape and dtype. Gradient (sum and avg): all_reduce of the gradients
+            with the same reduce_op.
+
+        Raises:
+            SyncError: unknown dtype, reduce_op or algo. SyncTimeoutError, SyncMismatchError: see the classes.
+        """
+        needs_grad = is_compiling() or wants_gradient(x)
+        return self._call(  # type: ignore[no-any-return]
+            _all_reduce if needs_grad else _all_reduce_without_grad, x, reduce_op, algo
+        )
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Every rank's ``x``, joined along dimension 0 in rank order.
+
+        Args:
+            x: any dtype, at least one dimension, the same shape on all ranks.
+
+        Returns:
+            Of shape ``(world_size * x.shape[0], *x.shape[1:])``. Gradient: reduce_scatter of the gradients.
+        """
+        return self._call(_all_gather, x, self.world_size)  # type: ignore[no-any-return]
+
+    def reduce_scatter(self, x: torch.Tensor, reduce_op: str = "sum") -> torch.Tensor:
+        """My part, along dimension 0, of the reduction over the ranks: the same bits that all_reduce has there.
+
+        Args:
+            x: dtypes as for :meth:`all_reduce`; ``x.shape[0]`` is a multiple of the world size.
+            reduce_op: as for :meth:`all_reduce`.
+
+        Returns:
+            Of shape ``(x.shape[0] // world_size, *x.shape[1:])``. Gradient (sum and avg): all_gather of the gradients.
+        """
+        return self._call(_reduce_scatter, x, reduce_op, self.world_size)  # type: ignore[no-any-return]
+
+    def broadcast(self, x: torch.Tensor, src: int) -> torch.Tensor:
+        """Rank ``src``'s ``x``.
+
+        Args:
+            x: any dtype and shape, the same on all ranks; its values count on rank ``src`` alone.
+
+        Returns:
+            A contiguous tensor of x's shape. Gradient: at ``src`` the sum of all ranks' gradients, elsewhere zero.
+        """
+        return self._call(_broadcast, x, src)  # type: ignore[no-any-return]
+
+    def reduce(self, x: torch.Tensor, dst: int, reduce_op: str = "sum") -> torch.Tensor:
+        """The reduction over the ranks at rank ``dst``, zeros elsewhere.
+
+        Args:
+            x, reduce_op: as for :meth:`all_reduce`.
+
+        Returns:
+            A contiguous tensor of x's shape. Gradient (sum and avg): broadcast of the gradient at ``dst``.
+        """
+        return self._call(_reduce, x, dst, reduce_op)  # type: ignore[no-any-return]
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """Part ``r`` of ``x``, along dimension 0, goes to rank r; what comes from rank r becomes part ``r`` of the result.
+
+        Args:
+            x: any dtype; ``x.shape[0]`` is a multiple of the world size, and all parts are equal.
+
+        Returns:
+            A contiguous tensor of x's shape. Gradient: all_to_all of the gradients.
+        """
+        return self._call(_all_to_all, x)  # type: ignore[no-any-return]
