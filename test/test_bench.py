@@ -83,6 +83,16 @@ def test_all_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.limit(300)
+def test_the_other_collectives() -> None:
+    ops = "all_gather,reduce_scatter,broadcast,all_to_all"
+    done = _bench("--quick", "--rounds", "1", "--ranks", "3", "--sizes", "6000", "--ops", ops)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()[2:]]
+    found = [(words[0], impl) for words in lines for impl in words if impl in ("gloo", "SyncGroup")]
+    assert sorted(found) == sorted((op, impl) for op in ops.split(",") for impl in ("gloo", "SyncGroup"))
+
+
+@pytest.mark.limit(300)
 def test_compiled_calls() -> None:
     path = os.environ["PATH"]  # Inductor wants a compiler
     done = _bench(
@@ -107,6 +117,7 @@ def test_a_gpu_that_is_not_there() -> None:
     ("arguments", "message"),
     [
         (["--ops", "gather"], "unknown op 'gather': choose from barrier, all_reduce"),
+        (["--device", "cuda", "--ops", "broadcast"], "broadcast is measured on CPUs only"),
         (["--modes", "lazy"], "unknown mode 'lazy'"),
         (["--ranks", "65"], "ranks are 1 to 64"),
         (["--sizes", "3"], "multiples of 4 bytes"),

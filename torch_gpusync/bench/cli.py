@@ -17,7 +17,7 @@ from .cpu import run_rank
 from .decode import HIDDEN
 from .launcher import RankFailure, launch
 from .mpich import Mpi, MpiError
-from .plan import Case, Plan
+from .plan import EXCHANGES, Case, Plan
 from .results import Measurement, combine, table, with_best_of, write_json
 from .timing import Sampling, Series
 
@@ -126,6 +126,8 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, list[int]]:
         raise ValueError("rounds and the seconds of a sample must be positive")
     cases: list[Case] = []
     for op in ops:
+        if on_gpus and op in EXCHANGES:
+            raise ValueError(f"{op} is measured on CPUs only")
         if op == "decode":
             if not on_gpus:
                 raise ValueError("decode is measured on GPUs only: add --device cuda")
@@ -233,11 +235,12 @@ def _show_ranks(progress: _Progress, n: int, text: str) -> None:
 
 def _run_mpi(mpi: Mpi | None, n: int, plan: Plan, progress: _Progress) -> dict[Case, Series]:
     """Half of its rounds."""
-    if mpi is None:
+    cases = [case for case in plan.cases if case.op not in EXCHANGES]
+    if mpi is None or not cases:
         return {}
     progress.show(f"{n} ranks, {mpi.name}")
     try:
-        return mpi.run(n, plan.cases, Sampling((plan.sampling.rounds + 1) // 2, plan.sampling.sample_s))
+        return mpi.run(n, cases, Sampling((plan.sampling.rounds + 1) // 2, plan.sampling.sample_s))
     except MpiError as error:
         progress.line(str(error))
         return {}

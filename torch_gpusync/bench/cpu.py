@@ -13,9 +13,10 @@ from torch_gpusync import SymmetricBuffer, SyncGroup
 from torch_gpusync.ops import ops
 
 from .data import AllReduceData, check_barrier
+from .exchange import exchange_subjects
 from .gloo import gloo_subjects
 from .launcher import Context
-from .plan import Case, Plan
+from .plan import EXCHANGES, Case, Plan
 from .results import NOTHING
 from .timing import Series, Subject, host_timer, measure
 
@@ -43,11 +44,12 @@ def _run_case(
             context.progress(f"{case}: {text}")
 
     progress("warming up")
+    if case.op in EXCHANGES:
+        subjects = exchange_subjects(case, sync)
+    else:
+        subjects = gloo_subjects(case, sync, board) + _gpusync_subjects(case, plan.modes, sync, board)
     return measure(
-        [
-            *gloo_subjects(case, sync, board),
-            *_gpusync_subjects(case, plan.modes, sync, board),
-        ],
+        subjects,
         plan.sampling,
         timer=host_timer,
         meet=partial(ops.barrier.default, sync.token, sync.name, _MEETING_CHANNEL),

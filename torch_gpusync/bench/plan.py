@@ -12,7 +12,8 @@ import torch
 
 from .timing import Sampling
 
-OPS = ("barrier", "all_reduce", "decode")  # decode: on GPUs only
+EXCHANGES = ("all_gather", "reduce_scatter", "broadcast", "all_to_all")  # on CPUs only
+OPS = ("barrier", "all_reduce", *EXCHANGES, "decode")  # decode: on GPUs only
 MODES = ("eager", "compile")
 
 
