@@ -58,6 +58,10 @@ void Group::all_reduce(const void* input, void* output, const Payload& payload, 
   }
   CallRecord call = record(agreed, payload);
   begin(call);
+  if (m_config.world_size == 1) {  // nobody to meet, and nothing to add
+    std::memcpy(output, input, payload.numel * item);
+    return;
+  }
   Wait wait(*this, call, all_ranks());
   for (uint64_t first = 0; first < payload.numel; first += chunk) {
     const Part part{static_cast<const char*>(input) + first * item,

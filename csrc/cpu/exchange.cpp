@@ -39,6 +39,10 @@ void Group::exchange(const Exchange& what, const void* input, void* output, cons
   CallRecord call = record(key, payload);
   if (what.has_root()) call.peer = static_cast<int16_t>(key.root);
   begin(call);
+  if (world_size == 1) {
+    std::memcpy(output, input, payload.numel * item);
+    return;
+  }
   Wait wait(*this, call, all_ranks());
   for (uint64_t first = 0; first < columns; first += chunk) {
     const uint64_t count = std::min(chunk, columns - first);
