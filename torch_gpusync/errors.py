@@ -34,11 +34,12 @@ class SyncTimeoutError(SyncError):
 
 class SyncMismatchError(SyncError):
     """Ranks called different things where all must call the same. The group is then broken for all of its
-    ranks.
+    ranks. It is raised at once where the calls meet in the same place; where ranks wait for one another in
+    different places (a barrier and a collective, two channels), at the timeout, on the CPU.
 
     Attributes:
         group: name of the group.
-        calls: what each rank called last, indexed by rank.
+        calls: what each rank called last, indexed by rank. The message says which rank has not come yet.
     """
 
     def __init__(self, message: str, *, group: str, calls: list[str]) -> None:
@@ -56,6 +57,7 @@ class _Reason(IntEnum):
     INTERRUPTED = 3
     BAD_OFFSET = 4
     RESET = 5
+    CROSSED = 6
 
 
 def failure(group: str, message: str | None = None) -> SyncError | None:
@@ -70,7 +72,7 @@ def failure(group: str, message: str | None = None) -> SyncError | None:
         return SyncTimeoutError(
             message, group=group, op=op, channel=channel, missing_ranks=missing, waited_s=waited_us / 1e6
         )
-    if reason == _Reason.MISMATCH:
+    if reason in (_Reason.MISMATCH, _Reason.CROSSED):
         return SyncMismatchError(message, group=group, calls=calls)
     return SyncError(message)
 

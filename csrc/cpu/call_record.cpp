@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <tuple>
 
 namespace gpusync::cpu {
 
@@ -29,6 +30,7 @@ CallRecord record(const CallKey& key, const Payload& payload) {
   call.op = key.op;
   call.reduce_op = key.reduce_op;
   call.algo = key.algo;
+  call.skipped = static_cast<uint16_t>(key.skipped);
   write_payload(call, payload);
   return call;
 }
@@ -53,6 +55,36 @@ CallRecord CallRing::read(uint32_t number) const {
   CallRecord record;
   std::memcpy(&record, words, sizeof record);
   return record;
+}
+
+bool is_meeting(Op op) {
+  switch (op) {
+    case Op::kNone:
+    case Op::kSignal:
+    case Op::kWaitSignal:
+    case Op::kPushEpoch:
+    case Op::kPushExit:
+    case Op::kPut:
+    case Op::kGet: return false;
+    case Op::kBarrier:
+    case Op::kPullStart:
+    case Op::kPullEnd:
+    case Op::kAllReduce:
+    case Op::kAllGather:
+    case Op::kReduceScatter:
+    case Op::kBroadcast:
+    case Op::kAllToAll:
+    case Op::kReduce: return true;
+  }
+  return false;
+}
+
+bool is_alike(const CallRecord& a, const CallRecord& b) {
+  const auto rest = [](const CallRecord& c) {
+    return std::tuple(c.op, c.dtype, c.reduce_op, c.algo, c.channel, c.peer, c.fence, c.ndim);
+  };
+  // What a call without payload has in its sizes was not written.
+  return rest(a) == rest(b) && (a.dtype == DType::kNone || std::ranges::equal(a.sizes, b.sizes));
 }
 
 const char* name(Op op) {
@@ -122,6 +154,10 @@ std::string describe(const CallRecord& record) {
   if (record.op == Op::kAllReduce || record.op == Op::kReduceScatter || record.op == Op::kReduce)
     text += std::string(" ") + name(record.reduce_op);
   if (record.algo != Algo::kNone) text += std::string(" ") + name(record.algo);
+  if (record.skipped != 0) {
+    text += " after " + std::to_string(record.skipped) + (record.skipped == 1 ? " call" : " calls") +
+            " without elements";
+  }
   std::string rest;
   if (record.channel >= 0) rest += "channel=" + std::to_string(record.channel);
   if (record.peer >= 0) rest += (rest.empty() ? "rank=" : ", rank=") + std::to_string(record.peer);

@@ -21,7 +21,7 @@ struct CallRecord {
   int16_t peer = -1;     // of signal, wait_signal, put, get
   uint8_t ndim = 0;      // of the payload; beyond kRecordedDims only the first are kept
   bool fence = false;
-  uint16_t unused = 0;
+  uint16_t skipped = 0;  // of a collective: how many calls without elements came before
   int64_t sizes[kRecordedDims] = {};
 };
 
@@ -63,6 +63,11 @@ class CallRing {
  private:
   uint64_t m_words[kRecords][kRecordWords];
 };
+
+/// Does it wait for all ranks?
+bool is_meeting(Op op);
+/// Is it the same call, but for its number?
+bool is_alike(const CallRecord& a, const CallRecord& b);
 
 const char* name(Op op);
 const char* name(DType dtype);

@@ -53,6 +53,17 @@ CallRecord from_slot(uint64_t slot) {
   return call;
 }
 
+std::string list_ranks(uint64_t ranks) {
+  std::string text = (ranks & (ranks - 1)) == 0 ? "rank " : "ranks ";
+  const char* separator = "";
+  for (uint32_t r = 0; ranks >> r != 0; ++r) {
+    if ((ranks >> r & 1) == 0) continue;
+    text += separator + std::to_string(r);
+    separator = ", ";
+  }
+  return text;
+}
+
 bool is_dead(int32_t pid) {
   if (kill(pid, 0) != 0 && errno == ESRCH) return true;
   const char state = process_state(pid);
@@ -99,6 +110,50 @@ bool Group::move_state(State from, State to) {
       .compare_exchange_strong(from.word, to.word, std::memory_order_seq_cst);
 }
 
+void Group::tell_awaiting(const Semaphore* mine, uint64_t expected, uint64_t ranks) {
+  Awaiting& told = page(m_config.rank).awaiting;
+  store(told.semaphore, 0);
+  if (mine == nullptr) return;
+  store(told.expected, expected);
+  store(told.ranks, ranks);
+  store(told.semaphore, reinterpret_cast<const char*>(mine) - static_cast<const char*>(m_memory));
+}
+
+/// From the slots themselves: a rank that has been woken and has not run yet waits for nobody.
+uint64_t Group::awaited_by(uint32_t rank) const {
+  const Awaiting& told = page(rank).awaiting;
+  const uint64_t offset = load(told.semaphore);
+  if (offset == 0 || is_gone(rank)) return 0;
+  const auto& row = *at<Semaphore>(offset);
+  uint64_t ranks = load(told.ranks) & all_ranks() & ~(uint64_t{1} << rank);
+  for (uint32_t r = 0; r < m_config.world_size; ++r) {
+    if (compare(row.acquire_from(r), load(told.expected)) != Seen::kNotYet) ranks &= ~(uint64_t{1} << r);
+  }
+  return ranks;
+}
+
+/// I wait for the ranks in `absent`: is there a circle of ranks, here or where that leads to, of whom each
+/// waits for the next? Then nobody is late; they call different things. (Unless they all wait for signals,
+/// which everybody sends as it likes.)
+bool Group::is_crossed(uint64_t absent) const {
+  uint64_t edges[kMaxRanks];
+  uint64_t meets = 0;
+  uint64_t left = 0;
+  for (uint32_t r = 0; r < m_config.world_size; ++r) {
+    edges[r] = r == m_config.rank ? absent & ~(uint64_t{1} << r) : awaited_by(r);
+    if (edges[r] != 0) left |= uint64_t{1} << r;
+    if (edges[r] != 0 && load(page(r).awaiting.ranks) == all_ranks()) meets |= uint64_t{1} << r;
+  }
+  // Who waits only for ranks that wait for nobody is not in a circle, nor does it lead to one.
+  for (uint64_t before = 0; before != left;) {
+    before = left;
+    for (uint32_t r = 0; r < m_config.world_size; ++r) {
+      if ((edges[r] & left) == 0) left &= ~(uint64_t{1} << r);
+    }
+  }
+  return (left >> m_config.rank & 1) != 0 && (left & meets) != 0;
+}
+
 Group::Verdict Group::give_up(Reason reason, const CallRecord& call, double waited, bool expired,
                               const std::function<uint64_t()>& missing) {
   const State before = state();
@@ -112,7 +167,9 @@ Group::Verdict Group::give_up(Reason reason, const CallRecord& call, double wait
   // way. It may also have come before it went: then those who are on their way are still to be waited for.
   const uint64_t blamed = reason == Reason::kTimeout && !expired ? gone_among(absent) : absent;
   const bool goes_on = complete || (absent != 0 && blamed == 0);
-  if (goes_on ? move_state(deciding, before) : break_group(deciding, reason, call, waited, blamed)) {
+  const bool crossed = reason == Reason::kTimeout && expired && !goes_on && is_crossed(absent);
+  if (goes_on ? move_state(deciding, before)
+              : break_group(deciding, crossed ? Reason::kCrossed : reason, call, waited, blamed)) {
     return complete ? Verdict::kComplete : goes_on ? Verdict::kRetry : Verdict::kBroken;
   }
   return settle(call) ? Verdict::kRetry : Verdict::kBroken;  // I was so slow that a peer has taken over
@@ -146,6 +203,39 @@ bool Group::settle(const CallRecord& call) {
     const timespec pause{0, 100'000};
     nanosleep(&pause, nullptr);
   }
+}
+
+/// What each rank called. Of one that has not come it is an earlier call.
+std::string Group::list_calls(const FailureRecord& record) const {
+  std::string text;
+  for (uint32_t r = 0; r < m_config.world_size; ++r) {
+    const CallRecord& call = record.calls[r];
+    text += (r == 0 ? " rank " : "; rank ") + std::to_string(r);
+    const bool late = (record.missing >> r & 1) != 0 && awaited_by(r) == 0;
+    if (late) text += " has not come yet: its last was";
+    text += call.number == 0 ? " no call" : " call " + std::to_string(call.number) + " " + describe(call);
+  }
+  return text;
+}
+
+/// A hint for ranks that make the same calls, and one of them one more or less: some of them then repeat
+/// what they called before, and the others do not.
+std::string Group::compare_histories(const FailureRecord& record) const {
+  uint64_t repeating = 0;
+  uint64_t others = 0;
+  for (uint32_t r = 0; r < m_config.world_size; ++r) {
+    const CallRecord& last = record.calls[r];
+    if ((record.missing >> r & 1) != 0 && awaited_by(r) == 0) continue;
+    CallRecord before;
+    for (uint32_t back = 1; back < CallRing::kRecords && back < last.number && !is_meeting(before.op);
+         ++back) {
+      before = page(r).ring.read(last.number - back);
+    }
+    (is_alike(before, last) ? repeating : others) |= uint64_t{1} << r;
+  }
+  if (repeating == 0 || others == 0) return "";
+  return ". If they make the same calls otherwise, they are out of step, by a call too many or too few: " +
+         list_ranks(repeating) + " called again what came before, " + list_ranks(others) + " something new";
 }
 
 void Group::write_failure(Reason reason, const CallRecord& call, double waited, uint64_t missing,
@@ -182,21 +272,18 @@ void Group::write_failure(Reason reason, const CallRecord& call, double waited, 
       }
       break;
     }
-    case Reason::kMismatch: {
-      text += "does not match what other ranks called:";
-      const char* separator = " rank ";
-      for (uint32_t r = 0; r < m_config.world_size; ++r) {
-        text += separator + std::to_string(r) + " call " + std::to_string(record.calls[r].number) + " " +
-                describe(record.calls[r]);
-        separator = "; rank ";
-      }
+    case Reason::kMismatch: text += "does not match what other ranks called:" + list_calls(record); break;
+    case Reason::kCrossed:
+      text += "waited " + seconds(waited) +
+              " and does not match what other ranks called, which wait for one another:" + list_calls(record);
       break;
-    }
     case Reason::kBadOffset: text += "got an offset, in a device tensor, that lies outside the buffer"; break;
     case Reason::kReset: text += "was begun, and not all ranks have ended it"; break;
     case Reason::kInterrupted:
     case Reason::kNone: text += "was interrupted by SIGINT after " + seconds(waited); break;
   }
+  const bool differ = reason == Reason::kMismatch || reason == Reason::kCrossed;
+  if (differ && seen == nullptr) text += compare_histories(record);
   std::snprintf(record.text, sizeof record.text, "%s", text.c_str());
 }
 

@@ -132,6 +132,11 @@ class Group {
   /// Is it hopeless to wait for `rank`: its process is gone, or it has closed the group?
   bool is_gone(uint32_t rank) const;
   uint64_t gone_among(uint64_t ranks) const;
+  /// Tells the peers what this rank sleeps for; null: for nothing any more. One wait of each rank is told: in
+  /// a rank with several threads that wait, the last.
+  void tell_awaiting(const Semaphore* mine, uint64_t expected, uint64_t ranks);
+  /// Which ranks `rank` waits for at this moment, itself left out.
+  uint64_t awaited_by(uint32_t rank) const;
   /// Null while the group is not broken.
   const FailureRecord* failure();
   /// The last calls of every rank, oldest first, as text.
@@ -194,6 +199,9 @@ class Group {
   static uint64_t load(const uint64_t& word) {
     return std::atomic_ref<uint64_t>(const_cast<uint64_t&>(word)).load(std::memory_order_relaxed);
   }
+  static void store(uint64_t& word, uint64_t value) {
+    std::atomic_ref<uint64_t>(word).store(value, std::memory_order_relaxed);
+  }
   GroupPage& group_page() const { return *at<GroupPage>(0); }
   Channel& channel(uint32_t rank, uint32_t channel) const {
     return *at<Channel>(m_layout.channel(rank, channel));
@@ -205,12 +213,15 @@ class Group {
     return std::unique_lock(mutex);
   }
   bool move_state(State from, State to);
+  bool is_crossed(uint64_t absent) const;
   bool break_group(State deciding, Reason reason, const CallRecord& call, double waited, uint64_t missing);
   void take_over_device_failure();
   void clear_device_failure();
   void write_failure(Reason reason, const CallRecord& call, double waited, uint64_t missing, uint32_t rank,
                      const uint64_t* seen = nullptr);
   std::string describe_rank(uint32_t rank) const;
+  std::string list_calls(const FailureRecord& record) const;
+  std::string compare_histories(const FailureRecord& record) const;
   char* staging(uint32_t rank, uint32_t half) const { return at<char>(m_layout.staging(rank, half)); }
   uint32_t half() const;
   size_t push_slot_bytes() const;

@@ -31,7 +31,7 @@ struct State {
   State with(uint32_t rank, Phase phase) const { return make(generation(), rank, phase); }
 };
 
-enum class Reason : uint32_t { kNone, kTimeout, kMismatch, kInterrupted, kBadOffset, kReset };
+enum class Reason : uint32_t { kNone, kTimeout, kMismatch, kInterrupted, kBadOffset, kReset, kCrossed };
 
 /// Why the group is broken: written by a rank that decides so, before it moves the state to kBroken. The
 /// state names the rank whose record counts: one that was stopped while it decided may come back and still
@@ -53,6 +53,13 @@ struct GroupPage {
   alignas(kLineBytes) DeviceFailure device_failure;
 };
 
+/// What a rank sleeps for: its peers look when their own waits expire.
+struct Awaiting {
+  uint64_t semaphore;  // its own, in bytes from the group's first; 0: it waits for nothing
+  uint64_t expected;   // the arrival, as Wait compares it
+  uint64_t ranks;      // mask
+};
+
 struct RankPage {
   // Doorbell: the rank sleeps on `event` after raising `sleepers`.
   alignas(kLineBytes) uint32_t event;
@@ -62,6 +69,7 @@ struct RankPage {
   int32_t global_rank;
   char host[64];
   alignas(kLineBytes) uint64_t timeout_ns;
+  Awaiting awaiting;
   // What it called.
   alignas(kLineBytes) uint32_t calls;
   alignas(kLineBytes) CallRing ring;

@@ -29,6 +29,20 @@ class Sleeper {
   std::atomic_ref<uint32_t> m_sleepers;
 };
 
+/// Tells what I wait for, for as long as I may sleep.
+class Teller {
+ public:
+  Teller(Group& group, const Semaphore& mine, uint64_t expected, uint64_t ranks) : m_group(group) {
+    m_group.tell_awaiting(&mine, expected, ranks);
+  }
+  ~Teller() { m_group.tell_awaiting(nullptr, 0, 0); }
+  Teller(const Teller&) = delete;
+  Teller& operator=(const Teller&) = delete;
+
+ private:
+  Group& m_group;
+};
+
 }  // namespace
 
 bool Wait::persist(const Semaphore& mine, uint32_t peer, uint64_t expected) {
@@ -47,6 +61,7 @@ bool Wait::sleep_until(const Semaphore& mine, uint32_t peer, uint64_t expected) 
   RankPage& page = m_group.page(m_group.rank());
   InterruptCounter::renew();
   const Sleeper sleeper(page);
+  const Teller teller(m_group, mine, expected, m_awaited);
   for (;;) {
     const uint32_t event = std::atomic_ref<uint32_t>(page.event).load(std::memory_order_seq_cst);
     const Seen seen = compare(mine.acquire_from(peer), expected);
