@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from torch_gpusync import SyncGroup
+from torch_gpusync.testing import check_order
 
 ROWS = 8
 
@@ -269,3 +270,9 @@ def under_compile(rank: int, mode: str) -> dict[str, list[str]]:
     for group in (sync, other):
         group.check()
     return found
+
+
+def in_order(rank: int) -> int:
+    """The ops of a step, as check_order saw them in eager mode and compiled without CUDA graphs."""
+    step = Step(SyncGroup(device=DEVICE, timeout=60.0), SyncGroup(device=DEVICE, name="other", timeout=60.0))
+    return len(check_order(step.forward, step.data(rank, 3).to(DEVICE), backend="aot_eager", fullgraph=True))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from compiled_bodies import under_compile
+from compiled_bodies import Step, in_order, under_compile
 
 from torch_gpusync.testing import run_ranks
 
@@ -44,3 +44,7 @@ def findings(mode: str) -> Findings:
 def test_case_18_compiled(mode: str, check: str) -> None:
     wrong = [f"rank {rank}: {text}" for rank, of_rank in enumerate(findings(mode)) for text in of_rank[check]]
     assert not wrong, "\n".join(wrong)
+
+
+def test_check_order() -> None:
+    assert run_ranks(in_order, 3, timeout=90) == [Step.ops] * 3
