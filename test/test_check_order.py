@@ -189,6 +189,21 @@ def test_backward_passes_and_gradients_are_part_of_it(one: SyncGroup) -> None:
         check_order(forgets, x, backend="aot_eager")
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_it_runs_in_the_callers_mode(one: SyncGroup, mode: Callable[[], Any]) -> None:
+    seen: set[tuple[bool, bool]] = set()
+
+    def looks(x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            seen.add((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        return one.all_reduce(x * 2)
+
+    with mode():
+        here = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        log = check_order(looks, torch.ones(3, requires_grad=True), backend="aot_eager")
+    assert seen == {here} and len(log) == (2 if here[0] else 1)
+
+
 def test_what_differs_in_eager_mode_is_not_compared(one: SyncGroup) -> None:
     """Random numbers, for one; but a function whose ops differ from call to call cannot be checked."""
     check_order(lambda x: one.all_reduce(x + torch.rand(4)), torch.ones(4), backend="aot_eager")
