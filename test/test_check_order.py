@@ -237,6 +237,25 @@ def test_errors_of_eager_mode_are_the_callers_and_others_are_findings(one: SyncG
     assert "op 2: eager ran gpusync.barrier(" in order or "missing" in order
 
 
+def test_a_function_that_was_not_compiled_does_not_pass(one: SyncGroup) -> None:
+    all_reduce = torch.compiler.disable(one.all_reduce)
+    with pytest.raises(OrderError, match="aot_eager: nothing was compared"):
+        check_order(lambda x: all_reduce(x), torch.ones(2), backend="aot_eager")
+
+
+def test_many_ranks_may_share_a_function() -> None:
+    """torch.compile gives up on a function that it has compiled eight times."""
+    groups = torch_gpusync.virtual_ranks(10, timeout=60.0)
+    functions = [_exchange_of_ranks(sync) for sync in groups]
+
+    def body(rank: int) -> int:
+        return len(check_order(functions[rank], torch.full((4,), float(rank)), backend="aot_eager"))
+
+    assert run_threads(body, 10, timeout=120) == [2] * 10
+    for sync in groups:
+        sync.close()
+
+
 def test_a_call_that_hangs_ends_with_its_stack() -> None:
     release = threading.Event()
 

@@ -101,6 +101,36 @@ class _Call:
         return self.recorder.log
 
 
+class _Counter:
+    """A back end, and how often the graphs that it has compiled have run: torch.compile may fall back to eager mode
+    without an error, and then there is nothing to compare."""
+
+    def __init__(self, backend: Backend) -> None:
+        from torch._dynamo import lookup_backend  # costs a second, which importing this module should not
+
+        self.compiler: Any = lookup_backend(backend)
+        self.ran = 0
+
+    def compile(
+        self, graph: torch.fx.GraphModule, inputs: list[Tensor], **options: Any
+    ) -> Callable[..., Any]:
+        compiled = self.compiler(graph, inputs, **options)
+
+        def run(*args: Any) -> Any:
+            self.ran += 1
+            return compiled(*args)
+
+        return run
+
+
+def _room_to_compile() -> Any:
+    """Virtual ranks share their functions' code, and the number of compilations that torch allows for it."""
+    from torch._dynamo import config
+
+    limit = max(256, config.recompile_limit)
+    return config.patch(recompile_limit=limit, accumulated_recompile_limit=4 * limit)
+
+
 class _Check:
     def __init__(
         self,
@@ -129,9 +159,10 @@ class _Check:
             for backend in backends:
                 name = backend if isinstance(backend, str) else getattr(backend, "__name__", repr(backend))
                 self.stage = f"{name}: the compiled call"
-                found, raised = self.compiled(
-                    torch.compile(self.fn, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
-                )
+                counter = _Counter(backend)
+                fn = torch.compile(self.fn, backend=counter.compile, dynamic=dynamic, fullgraph=fullgraph)
+                with _room_to_compile():
+                    found, raised = self.compiled(fn, counter)
                 findings += [f"{name}: {text}" for text in found]
                 if raised:
                     break  # then a group may be broken, and other ranks have stopped too
@@ -141,12 +172,13 @@ class _Check:
         finally:
             self.fill(other_values=False)
 
-    def compiled(self, fn: Callable[..., Any]) -> tuple[list[str], bool]:
+    def compiled(self, fn: Callable[..., Any], counter: _Counter) -> tuple[list[str], bool]:
         """What differs, and whether it has raised."""
         call = _Call()
         try:
             self.call(fn, other_values=True, call=call)
             call = _Call(self.eager.log)
+            counter.ran = 0
             self.call(fn, call=call)
         except Exception as error:
             found = [f"compiled code raised {type(error).__name__}: {error}"]
@@ -156,6 +188,11 @@ class _Check:
             return found, True
         if text := compare_logs(self.eager.log, call.log, "eager", "compiled"):
             return [text], False
+        if counter.ran == 0:
+            return [
+                "nothing was compared: torch.compile left everything to eager mode (its log says why; after many "
+                "compilations of one function torch._dynamo.reset() helps)"
+            ], False
         found = [
             text
             for number in range(len(call.log))
