@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -412,10 +412,14 @@ class SyncGroup(SyncMethods):
         """Give up the group in this process; its ops fail from now on. Idempotent, and not collective.
 
         It waits for what this rank has launched. A peer that still waits for this rank is told then. (On a GPU,
-        graphs that hold the group's ops must not be replayed any more.) To make the group again under the same name
-        (compiled functions know it by that), pass ``name=``: default names count up.
+        graphs that hold the group's ops must not be replayed any more.) To make the group again under the same name,
+        pass ``name=``: default names count up. Graphs know a group by its name and reach the new one; this object,
+        whose rank and world size were the old one's, does not.
         """
         self._finalizer()
+        # In the methods' place, which costs them nothing and which a compiled function that holds this object notices:
+        # rank and world size are the old group's, and must not be taken to a new one that has the name.
+        self._call = self._ask = partial(_refuse, self.name)  # type: ignore[method-assign]
         self._keep_alive.clear()  # only now: the library has waited for the kernels that use it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SyncGroup":
@@ -431,6 +435,18 @@ class SyncGroup(SyncMethods):
         return (
             f"SyncGroup({self.name!r}, rank={self.rank}, world_size={self.world_size}, device={self.device})"
         )
+
+
+def _refuse(name: str, *arguments: object) -> NoReturn:
+    """What a call of a closed SyncGroup does."""
+    if name in _open_names:
+        raise SyncError(
+            f"gpusync: this SyncGroup was closed, and a new one has its name '{name}': use that one"
+        )
+    raise SyncError(
+        f"gpusync: this process has no group '{name}': it was never made here, or it was closed (keep its SyncGroup "
+        "alive)"
+    )
 
 
 def _close(name: str, pid: int) -> None:

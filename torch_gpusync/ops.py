@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from torch_gpusync import _library
 
@@ -81,6 +82,12 @@ def _get(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     if size is None or dtype is None:
+        if is_compiling():
+            # A graph keeps what is found here, and the buffer of this name may be another one when it runs.
+            raise RuntimeError(
+                f"gpusync: get from buffer '{buffer}' in a compiled function: pass size and dtype, as "
+                "SymmetricBuffer.get does, for compiled code may outlive the buffer"
+            )
         if (group_name, buffer) not in buffer_meta:
             raise RuntimeError(
                 f"gpusync: group '{group_name}' has no buffer '{buffer}' here: make it before, or pass size and dtype"
