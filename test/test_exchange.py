@@ -293,6 +293,36 @@ def test_max_has_no_gradient(op: str) -> None:
     sync.close()
 
 
+def _rms_norm(rank: int) -> None:
+    sync = SyncGroup(timeout=60.0)
+    for backend in (None, "aot_eager", "inductor"):
+        call = sync.all_reduce_rms_norm
+        if backend:
+            call = torch.compile(call, backend=backend, fullgraph=True)
+        for step in range(3):
+            generators = [torch.Generator().manual_seed(10 * step + r) for r in range(4)]
+            xs = [
+                torch.randn(5, 2, 24, generator=g) for g in generators
+            ]  # of the ranks; the last is the residual
+            weight = torch.rand(24, generator=generators[3])
+            x = xs[rank].clone().requires_grad_()
+            norm, total = call(x, xs[3], weight, 1e-5, 1.0)
+            (norm * (rank + 1)).sum().backward()
+            wanted = (xs[0] + xs[1] + xs[2] + xs[3]).requires_grad_()
+            wanted_norm = torch.nn.functional.rms_norm(wanted, (24,), weight + 1, 1e-5)
+            (wanted_norm * 6).sum().backward()
+            torch.testing.assert_close((norm, total), (wanted_norm, wanted))
+            torch.testing.assert_close(x.grad, wanted.grad)
+    x, weight = torch.full((2, 8), 1.0 + rank, dtype=torch.bfloat16), torch.full((8,), 0.5)
+    norm, total = sync.all_reduce_rms_norm(x, torch.ones_like(x), weight.bfloat16(), 0.0)
+    assert norm.dtype == total.dtype == torch.bfloat16
+    assert total.tolist() == [[7.0] * 8] * 2 and norm.tolist() == [[0.5] * 8] * 2
+
+
+def test_all_reduce_rms_norm() -> None:
+    run_ranks(_rms_norm, 3, timeout=120)
+
+
 def _transforms(rank: int) -> None:
     n = 3
     sync = SyncGroup(timeout=20.0)

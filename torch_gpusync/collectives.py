@@ -58,6 +58,36 @@ class Collectives:
             _all_reduce if needs_grad else _all_reduce_without_grad, x, reduce_op, algo
         )
 
+    def all_reduce_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        weight_bias: float = 0.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What stands between the halves of a tensor-parallel block: ``residual + all_reduce(x)``, and its RMS norm.
+
+        The norm (Zhang and Sennrich, arXiv:1910.07467) is taken over the last dimension, in float32 for the 16-bit types,
+        and rounded once. The steps behind the all_reduce are ordinary torch ops: Inductor makes one kernel of them.
+
+        Args:
+            x: this rank's summand, floating point, shape ``(..., d)``.
+            residual: the same on all ranks, x's shape and dtype.
+            weight: shape ``(d,)``; ``weight + weight_bias`` is what the norm is multiplied by (some models store the
+                difference to one).
+            eps: added to the mean square.
+
+        Returns:
+            ``(norm_out, residual_out)``, both of x's shape and dtype. Gradients as those of the steps: all_reduce's are
+            summed over the ranks.
+        """
+        residual_out = residual + self.all_reduce(x)
+        wide = residual_out.float() if x.dtype.itemsize == 2 else residual_out
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        norm = wide * scale * (weight.to(wide.dtype) + weight_bias)
+        return norm.to(x.dtype), residual_out
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's ``x``, joined along dimension 0 in rank order.
 
