@@ -202,6 +202,6 @@ CASES: dict[str, Case] = {
     "tensor_parallel": TensorParallel(),
     "overlapping_groups": OverlappingGroups(),
     "sequence_parallel": SequenceParallel(),
-    "backward_only": BackwardOnly(),
+    "case_33_backward_only": BackwardOnly(),
     "case_30_between_pointwise": BetweenPointwise(),
 }

@@ -628,7 +628,7 @@ def _compiled_mismatch(rank: int) -> None:
         expect(SyncMismatchError, r"f32\[7\]", step, torch.ones(6))
 
 
-def test_case_38_a_compiled_and_an_eager_rank_that_disagree() -> None:
+def test_a_compiled_and_an_eager_rank_that_disagree() -> None:
     run_ranks(_compiled_mismatch, 3, timeout=120)
 
 

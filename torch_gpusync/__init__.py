@@ -7,7 +7,7 @@ Start with :class:`SyncGroup`, or with :func:`virtual_ranks` to try it in one pr
 import sys
 
 try:
-    from torch_gpusync import _library, gradients, nn, transforms  # noqa: F401
+    from torch_gpusync import _caches, _library, gradients, nn, transforms  # noqa: F401
     from torch_gpusync.buffer import SymmetricBuffer
     from torch_gpusync.errors import SyncError, SyncMismatchError, SyncTimeoutError
     from torch_gpusync.group import SyncGroup
@@ -16,6 +16,8 @@ except Exception:
     # `python -m torch_gpusync doctor` imports this first, and is asked when it fails.
     if sys.argv[:2] != ["-m", "doctor"]:
         raise
+else:
+    _caches.separate()
 
 __version__ = "0.1.0"
 
