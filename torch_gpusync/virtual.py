@@ -50,7 +50,7 @@ def virtual_ranks(
     in the environment before CUDA is initialised, or ranks may wait for ranks behind them in one hardware
     queue. No rank may get further ahead of the others than some hundred launches: CUDA blocks the host at about a
     thousand, and the launches that would make room may be its own. Buffers are made by all ranks at the same
-    time, each from its thread, or with :func:`virtual_buffers`.
+    time, each from its thread, or with :func:`virtual_buffers`; a reset likewise, or with :func:`virtual_reset`.
 
     Args:
         n: number of ranks, 1 to 64; on a GPU 1 to 32.

@@ -42,7 +42,7 @@ class Part:
 PARTS = {
     "ops": Part(("test_gpu_ops.py",), 240),
     "graphs": Part(("test_gpu_streams.py", "test_gpu_graphs.py"), 240),
-    "faults": Part(("test_gpu_faults.py",), 240),
+    "faults": Part(("test_gpu_faults.py", "test_gpu_reset.py"), 240),
     "setup": Part(("test_gpu_setup.py",), 240),
     "mps": Part(("test_gpu_processes.py",), 240, processes=True, mps=True),
     "processes": Part(("test_gpu_processes.py",), 240, processes=True),
