@@ -15,6 +15,10 @@
 
 #include "cpu/group.h"
 
+#if !defined(STABLE_TORCH_ERROR_CODE_CHECK)  // its name in torch 2.11 and 2.12
+#define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
+#endif
+
 namespace gpusync {
 
 using torch::headeronly::ScalarType;

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling, is_exporting
+from torch.compiler import is_compiling
 
 from torch_gpusync import errors
 from torch_gpusync.collectives import Collectives
@@ -37,7 +37,8 @@ class SyncMethods(Collectives):
     def _call(self, op: Any, *arguments: Any) -> Any:
         """Run an op. In eager code its errors get their class; compiled code raises them as RuntimeError."""
         if is_compiling():
-            if is_exporting() and not self._exportable:
+            # Not is_exporting(), which in torch 2.11 is true of whatever Dynamo traces.
+            if torch.compiler._is_exporting_flag and not self._exportable:
                 raise SyncError(_EXPORT)
             return op(self.token, self.name, *arguments)
         try:
