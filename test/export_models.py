@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from rank_tools import check_health, expect
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from torch_gpusync import SymmetricBuffer, SyncError, SyncGroup
 from torch_gpusync.nn import SyncModule
@@ -228,6 +229,14 @@ def check_module(rank: int) -> list[str]:
     twin.to_empty(device="cpu").load_state_dict(model.state_dict())
     found += compare("there and back", twin, model, rank, 10)
     found += compare("compiled", torch.compile(twin, backend="aot_eager", fullgraph=True), model, rank, 20)
+    for wrap in (nn.parallel.DistributedDataParallel, fully_shard):
+        # DDP broadcasts buffers before each forward pass, and FSDP moves them: the token takes it.
+        torch.manual_seed(1)
+        model.linear, twin.linear = nn.Linear(N, N), nn.Linear(N, N)
+        twin.load_state_dict(model.state_dict())
+        wrapped = wrap(copy.deepcopy(twin))
+        found += compare(wrap.__name__, wrapped, twin, rank, 30)
+        assert next(iter(wrapped.buffers())) is token
     expect(TypeError, "cannot be pickled: .* Save the model's state_dict", pickle.dumps, model)
     expect(TypeError, "cannot be pickled", torch.save, model, io.BytesIO())
     assert NAME in repr(model)
