@@ -261,7 +261,8 @@ def test_case_32_ops_inside_cond_are_right_or_refused(backend: str) -> None:
         assert findings == [[], [], []]
         return
     for [text] in findings:
-        assert "gpusync: torch" in text and "move the ops out of the branches" in text
+        ours = "gpusync: torch" in text and "move the ops out of the branches" in text
+        assert ours or "might be modifying the input" in text, text  # torch 2.11 refuses it by itself
 
 
 def _while(x: Tensor, sync: SyncGroup) -> Tensor:
