@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,9 +32,7 @@ class Collectives:
     """
 
     world_size: int
-
-    def _call(self, op: Any, *arguments: Any) -> Any:
-        raise NotImplementedError
+    _call: Callable[..., Any]  # an op, with the token and the name of whoever has these methods
 
     def all_reduce(self, x: torch.Tensor, reduce_op: str = "sum", algo: str = "auto") -> torch.Tensor:
         """Reduce ``x`` over the ranks, out of place; every rank gets the same bits.
