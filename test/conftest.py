@@ -11,6 +11,7 @@ import faulthandler
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Generator
 from multiprocessing import forkserver
@@ -27,6 +28,9 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # in process: no pool of workers per rank
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # trust /proc/cpuinfo: probing costs seconds in every process
+
+# A shell ignores it for what it starts in the background, and so would every program that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from torch_gpusync import testing  # noqa: E402  (after the environment is set)
 

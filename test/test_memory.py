@@ -165,6 +165,8 @@ def _outlives_its_owner(rank: int) -> None:
     time.sleep(0.1)
     for other in range(3):
         assert buffer.get(other).tolist() == [10 * other, 10 * other + 1, 10 * other + 2]
+    tell(f"read by {rank}")
+    learn(f"read by {3 - rank}")  # before the next barrier breaks the group
     error = expect(SyncTimeoutError, r"for rank 0 \(.*, dead; ", sync.barrier)
     assert error.missing_ranks == [0]  # and not the other one, which may be on its way
     sync.close()
