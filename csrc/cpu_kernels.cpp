@@ -108,7 +108,7 @@ Tensor all_gather(const Tensor& token, const std::string& group_name, const Tens
   check_on_cpu(x, "all_gather");
   const auto group = find_cpu_group(group_name);
   check_world_size(*group, world_size, "all_gather");
-  return exchange(token, *group, x, {Op::kAllGather, x.element_size()},
+  return exchange(token, *group, x, {Op::kAllGather, x.element_size(), static_cast<int32_t>(x.scalar_type())},
                   shape_of_exchange(x, "all_gather", group->world_size(), 1));
 }
 
@@ -119,15 +119,18 @@ Tensor reduce_scatter(const Tensor& token, const std::string& group_name, const 
   check_reducible(payload_of(x), op, "reduce_scatter");
   const auto group = find_cpu_group(group_name);
   check_world_size(*group, world_size, "reduce_scatter");
-  return exchange(token, *group, x, {Op::kReduceScatter, x.element_size(), op},
+  return exchange(token, *group, x,
+                  {Op::kReduceScatter, x.element_size(), static_cast<int32_t>(x.scalar_type()), op},
                   shape_of_exchange(x, "reduce_scatter", 1, group->world_size()));
 }
 
 Tensor broadcast(const Tensor& token, const std::string& group_name, const Tensor& x, int64_t src) {
   check_on_cpu(x, "broadcast");
   const auto sizes = x.sizes();
-  return exchange(token, *find_cpu_group(group_name), x,
-                  {Op::kBroadcast, x.element_size(), ReduceOp::kSum, src}, {sizes.begin(), sizes.end()});
+  return exchange(
+      token, *find_cpu_group(group_name), x,
+      {Op::kBroadcast, x.element_size(), static_cast<int32_t>(x.scalar_type()), ReduceOp::kSum, src},
+      {sizes.begin(), sizes.end()});
 }
 
 Tensor reduce(const Tensor& token, const std::string& group_name, const Tensor& x, int64_t dst,
@@ -136,14 +139,15 @@ Tensor reduce(const Tensor& token, const std::string& group_name, const Tensor& 
   const ReduceOp op = to_reduce_op(reduce_op);
   check_reducible(payload_of(x), op, "reduce");
   const auto sizes = x.sizes();
-  return exchange(token, *find_cpu_group(group_name), x, {Op::kReduce, x.element_size(), op, dst},
+  return exchange(token, *find_cpu_group(group_name), x,
+                  {Op::kReduce, x.element_size(), static_cast<int32_t>(x.scalar_type()), op, dst},
                   {sizes.begin(), sizes.end()});
 }
 
 Tensor all_to_all(const Tensor& token, const std::string& group_name, const Tensor& x) {
   check_on_cpu(x, "all_to_all");
   const auto group = find_cpu_group(group_name);
-  return exchange(token, *group, x, {Op::kAllToAll, x.element_size()},
+  return exchange(token, *group, x, {Op::kAllToAll, x.element_size(), static_cast<int32_t>(x.scalar_type())},
                   shape_of_exchange(x, "all_to_all", group->world_size(), group->world_size()));
 }
 

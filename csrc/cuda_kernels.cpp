@@ -182,7 +182,7 @@ Tensor all_gather(Tensor token, std::string group_name, Tensor x, std::optional<
   const Call call(token, group_name);
   call.check_device(x, "all_gather");
   check_world_size(call.host(), world_size, "all_gather");
-  return exchange(call, x, {Op::kAllGather, x.element_size()},
+  return exchange(call, x, {Op::kAllGather, x.element_size(), static_cast<int32_t>(x.scalar_type())},
                   shape_of_exchange(x, "all_gather", call.host().world_size(), 1));
 }
 
@@ -193,7 +193,7 @@ Tensor reduce_scatter(Tensor token, std::string group_name, Tensor x, std::strin
   const Call call(token, group_name);
   call.check_device(x, "reduce_scatter");
   check_world_size(call.host(), world_size, "reduce_scatter");
-  return exchange(call, x, {Op::kReduceScatter, x.element_size(), op},
+  return exchange(call, x, {Op::kReduceScatter, x.element_size(), static_cast<int32_t>(x.scalar_type()), op},
                   shape_of_exchange(x, "reduce_scatter", 1, call.host().world_size()));
 }
 
@@ -201,8 +201,9 @@ Tensor broadcast(Tensor token, std::string group_name, Tensor x, int64_t src) {
   const Call call(token, group_name);
   call.check_device(x, "broadcast");
   const auto sizes = x.sizes();
-  return exchange(call, x, {Op::kBroadcast, x.element_size(), ReduceOp::kSum, src},
-                  {sizes.begin(), sizes.end()});
+  return exchange(
+      call, x, {Op::kBroadcast, x.element_size(), static_cast<int32_t>(x.scalar_type()), ReduceOp::kSum, src},
+      {sizes.begin(), sizes.end()});
 }
 
 Tensor reduce(Tensor token, std::string group_name, Tensor x, int64_t dst, std::string reduce_op) {
@@ -211,13 +212,14 @@ Tensor reduce(Tensor token, std::string group_name, Tensor x, int64_t dst, std::
   const Call call(token, group_name);
   call.check_device(x, "reduce");
   const auto sizes = x.sizes();
-  return exchange(call, x, {Op::kReduce, x.element_size(), op, dst}, {sizes.begin(), sizes.end()});
+  return exchange(call, x, {Op::kReduce, x.element_size(), static_cast<int32_t>(x.scalar_type()), op, dst},
+                  {sizes.begin(), sizes.end()});
 }
 
 Tensor all_to_all(Tensor token, std::string group_name, Tensor x) {
   const Call call(token, group_name);
   call.check_device(x, "all_to_all");
-  return exchange(call, x, {Op::kAllToAll, x.element_size()},
+  return exchange(call, x, {Op::kAllToAll, x.element_size(), static_cast<int32_t>(x.scalar_type())},
                   shape_of_exchange(x, "all_to_all", call.host().world_size(), call.host().world_size()));
 }
 

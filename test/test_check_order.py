@@ -336,3 +336,16 @@ def test_executed_ops_of_a_library_of_ones_own(one: SyncGroup) -> None:
     ]
     assert log[0].payload["x"].tolist() == [1.0] * 3 and log[0].results[0].tolist() == [3.0] * 3
     library._destroy()
+
+
+def test_nothing_to_compare_is_an_error(one: SyncGroup) -> None:
+    def barrier(x: Tensor) -> Tensor:
+        one.barrier()
+        return x + 1
+
+    with pytest.raises(
+        OrderError, match="nothing was compared: eager mode ran no op of gpusync, c10d, symm_mem, mien"
+    ):
+        check_order(lambda x: x + 1, torch.ones(3), backend="aot_eager", namespaces=["mien"])
+    with pytest.raises(TypeError, match=r"a list of names, not one: \['mine'\]"):
+        check_order(barrier, torch.ones(3), namespaces="mine")

@@ -13,7 +13,7 @@ from test_ops import DTYPES, _inputs, _reference, assert_same_bits
 from torch import Tensor
 
 import torch_gpusync
-from torch_gpusync import SyncGroup, SyncMismatchError
+from torch_gpusync import SyncError, SyncGroup, SyncMismatchError
 from torch_gpusync.testing import run_ranks, run_threads
 
 MORE_DTYPES = [torch.bool, torch.uint8, torch.int16, torch.complex64, torch.complex128, torch.float8_e5m2]
@@ -156,6 +156,21 @@ MISMATCHES: dict[str, tuple[Callable[[SyncGroup], object], Callable[[SyncGroup],
         r"broadcast f32\[3\]\(rank=1\)",
     ),
     "size": (lambda s: s.all_gather(torch.ones(3)), lambda s: s.all_gather(torch.ones(4)), r"f32\[4\]"),
+    "shape": (
+        lambda s: s.all_to_all(torch.ones(3, 2)),
+        lambda s: s.all_to_all(torch.ones(6, 1)),
+        r"all_to_all f32\[6, 1\]",
+    ),
+    "shape of all_reduce": (
+        lambda s: s.all_reduce(torch.ones(3, 2)),
+        lambda s: s.all_reduce(torch.ones(2, 3)),
+        r"all_reduce f32\[2, 3\]",
+    ),
+    "dtype of the same size": (
+        lambda s: s.broadcast(torch.ones(3, dtype=torch.uint8), 0),
+        lambda s: s.broadcast(torch.ones(3, dtype=torch.bool), 0),
+        r"broadcast bytes\[3\]",
+    ),
     "dtype": (
         lambda s: s.all_to_all(torch.ones(3, dtype=torch.int8)),
         lambda s: s.all_to_all(torch.ones(3, dtype=torch.int16)),
@@ -313,6 +328,14 @@ def _rms_norm(rank: int) -> None:
             (wanted_norm * 6).sum().backward()
             torch.testing.assert_close((norm, total), (wanted_norm, wanted))
             torch.testing.assert_close(x.grad, wanted.grad)
+    for bad in (
+        (torch.ones(2, 8), torch.ones(2, 8).bfloat16(), torch.ones(8)),
+        (torch.ones(1, 8), torch.ones(2, 8), torch.ones(8)),
+        (torch.ones(2, 8, dtype=torch.int32), torch.ones(2, 8, dtype=torch.int32), torch.ones(8)),
+        (torch.ones(2, 8), torch.ones(2, 8), torch.ones(2, 1)),
+        (torch.tensor(1.0), torch.tensor(1.0), torch.ones(1)),
+    ):
+        expect(SyncError, "all_reduce_rms_norm takes a", sync.all_reduce_rms_norm, *bad, 1e-5)
     x, weight = torch.full((2, 8), 1.0 + rank, dtype=torch.bfloat16), torch.full((8,), 0.5)
     norm, total = sync.all_reduce_rms_norm(x, torch.ones_like(x), weight.bfloat16(), 0.0)
     assert norm.dtype == total.dtype == torch.bfloat16

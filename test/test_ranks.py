@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -186,6 +186,14 @@ def test_a_failure_says_which_rank_and_why(
     assert [text for text in texts if text not in report] == [], report
 
 
+async def _coroutine(sync: SyncGroup) -> None:
+    raise AssertionError
+
+
+def _generator(sync: SyncGroup) -> Iterator[None]:
+    yield
+
+
 def test_functions_that_ranks_cannot_find_are_refused_at_once() -> None:
     def inner(sync: SyncGroup) -> None:
         pass
@@ -194,6 +202,9 @@ def test_functions_that_ranks_cannot_find_are_refused_at_once() -> None:
         TypeError, match=r"every rank imports the test, and '.*inner' is defined inside another"
     ):
         ranks(2)(inner)
+    for test in (_coroutine, _generator):
+        with pytest.raises(TypeError, match="a coroutine or a generator, whose body no rank would run"):
+            ranks(2)(test)
     with pytest.raises(TypeError, match="a lambda has no name"):
         ranks(2, "virtual")(lambda sync: None)
     with pytest.raises(TypeError, match="from 1, not 0"):

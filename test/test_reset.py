@@ -96,6 +96,7 @@ def test_after_a_late_rank_of_virtual_ranks() -> None:
         run_threads(break_it, 4)
         if number % 2 == 0:
             expect(SyncTimeoutError, "is broken", call, ranks[late])
+        expect(SyncError, "all ranks of a group, and got 3", torch_gpusync.virtual_reset, ranks[:3])
         torch_gpusync.virtual_reset(ranks)
         for sync in ranks:
             sync.timeout = 30.0

@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,7 +25,7 @@ import torch
 import torch.distributed as dist
 from rank_tools import check_health, expect, learn, slack, tell, timed
 
-from torch_gpusync import SyncError, SyncGroup, SyncTimeoutError, memory
+from torch_gpusync import SyncError, SyncGroup, SyncTimeoutError, memory, rendezvous
 from torch_gpusync.testing import run_ranks, run_threads
 
 TIMEOUT = 1.0
@@ -508,3 +510,35 @@ def test_groups_made_by_two_threads_at_once_share_the_token() -> None:
         _token._tokens.clear()
         tokens = run_threads(lambda rank: _token.process_token(torch.device("cpu")), 4)
         assert all(token is tokens[0] for token in tokens)
+
+
+def _its_turn(rank: int) -> None:
+    sync = SyncGroup(timeout=0.5)
+    meeting = rendezvous.of_group(dist.group.WORLD).rendezvous
+    with meeting.turn("buffer", "another", rendezvous.Deadline(5.0)), ThreadPoolExecutor(1) as threads:
+        text = "for another set-up call, which another thread of rank"
+        threads.submit(expect, SyncError, text, sync.buffer, "c", (1,), torch.int8).result()
+    sync.timeout = 20.0
+    sync.buffer("c", (1,), torch.int8)
+    check_health(sync)
+
+
+def test_a_set_up_call_waits_for_its_turn_and_no_longer_than_the_timeout() -> None:
+    run_ranks(_its_turn, 3)
+
+
+def _at_once(rank: int) -> None:
+    """Two threads of every rank, which nothing orders: calls fail or work, and later ones are not spoilt."""
+    sync = SyncGroup(timeout=3.0)
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(sync.buffer, f"{name}{rank % 2}", (4,), torch.int64) for name in "ab"]
+        for call in calls:
+            with suppress(SyncError):
+                call.result()
+    sync.timeout = 20.0
+    sync.buffer("afterwards", (4,), torch.int64)
+    check_health(sync)
+
+
+def test_set_up_calls_that_mix_leave_the_next_ones_alone() -> None:
+    run_ranks(_at_once, 3)

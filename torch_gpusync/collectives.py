@@ -9,6 +9,7 @@ import torch
 from torch.compiler import is_compiling
 
 from torch_gpusync import exchange  # noqa: F401  (registers fakes and gradients)
+from torch_gpusync.errors import SyncError
 from torch_gpusync.gradients import wants_gradient
 from torch_gpusync.ops import ops
 
@@ -77,10 +78,23 @@ class Collectives:
                 difference to one).
             eps: added to the mean square.
 
+        Raises:
+            SyncError: shapes or dtypes do not fit.
+
         Returns:
             ``(norm_out, residual_out)``, both of x's shape and dtype. Gradients as those of the steps: all_reduce's are
             summed over the ranks.
         """
+        if not x.dtype.is_floating_point or (residual.shape, residual.dtype) != (x.shape, x.dtype):
+            raise SyncError(
+                "gpusync: all_reduce_rms_norm takes a floating-point x and a residual of the same shape and dtype, not "
+                f"{x.dtype} {tuple(x.shape)} and {residual.dtype} {tuple(residual.shape)}"
+            )
+        if x.dim() == 0 or weight.shape != x.shape[-1:]:
+            raise SyncError(
+                f"gpusync: all_reduce_rms_norm takes a weight for each of x's last dimension, not {tuple(weight.shape)} "
+                f"for {tuple(x.shape)}"
+            )
         residual_out = residual + self.all_reduce(x)
         wide = residual_out.float() if x.dtype.itemsize == 2 else residual_out
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -94,7 +108,8 @@ class Collectives:
             x: any dtype, at least one dimension, the same shape on all ranks.
 
         Returns:
-            Of shape ``(world_size * x.shape[0], *x.shape[1:])``. Gradient: reduce_scatter of the gradients.
+            Of shape ``(world_size * x.shape[0], *x.shape[1:])``. Gradient: reduce_scatter of the gradients (not of
+            complex x, which cannot be reduced; nor has broadcast one then).
         """
         return self._call(_all_gather, x, self.world_size)  # type: ignore[no-any-return]
 

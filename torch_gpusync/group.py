@@ -164,7 +164,9 @@ class SyncGroup(SyncMethods):
             where = _device(device) if device is not None else _default_device(process_group)
             seconds = _seconds(timeout)
         except SyncError as error:
-            state.rendezvous.refuse(str(error), "SyncGroup", shared_name, Deadline(DEFAULT_TIMEOUT))
+            deadline = Deadline(DEFAULT_TIMEOUT)
+            with state.rendezvous.turn("SyncGroup", shared_name, deadline):
+                state.rendezvous.refuse(str(error), "SyncGroup", shared_name, deadline)
             raise
         self._set_up(
             state.rendezvous,
@@ -181,6 +183,12 @@ class SyncGroup(SyncMethods):
             state.default_names += 1
 
     def _set_up(
+        self, meeting: Rendezvous, *arguments: Any, shared_name: str, timeout: float, **named: Any
+    ) -> None:
+        with meeting.turn("SyncGroup", shared_name, Deadline(timeout)):
+            self._meet(meeting, *arguments, shared_name=shared_name, timeout=timeout, **named)
+
+    def _meet(
         self,
         meeting: Rendezvous,
         find_meeting: Callable[[], Rendezvous | None],
@@ -335,6 +343,12 @@ class SyncGroup(SyncMethods):
         self.check()
         meeting = self._meeting("buffer")
         deadline = Deadline(self._timeout, watch=self.check, gone=partial(ops._gone, self.name))
+        with meeting.turn("buffer", self.name, deadline):
+            return self._make_buffer(meeting, name, shape, dtype, deadline)
+
+    def _make_buffer(
+        self, meeting: Rendezvous, name: str, shape: Sequence[int], dtype: torch.dtype, deadline: Deadline
+    ) -> SymmetricBuffer:
         try:
             if not isinstance(name, str) or not name:
                 raise SyncError(f"name must be a string that is not empty, not {name!r}")

@@ -4,8 +4,9 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -70,6 +71,27 @@ class Rendezvous:
         self._step = 0  # rounds since the call began
         self._skipped = ""  # why earlier rounds were given up without this rank
         self._left_behind: threading.Thread | None = None  # waits for a store that did not answer in time
+        self._turn = threading.Lock()
+
+    @contextmanager
+    def turn(self, what: str, group: str, deadline: Deadline) -> Iterator[None]:
+        """A whole set-up call is made inside: threads of this rank take turns, as the rounds of two would mix.
+
+        Raises:
+            SyncError: another thread has not ended its call by the deadline.
+        """
+        if not self._turn.acquire(
+            timeout=min(max(deadline.seconds - deadline.waited, 0), threading.TIMEOUT_MAX)
+        ):
+            raise SyncError(
+                f"gpusync: {what} of group '{group}' has waited {deadline.waited:.1f} s for another set-up call, which "
+                f"another thread of rank {self.rank} makes on the same process group: make them one after the other, in "
+                "the same order on all ranks"
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def agree(self, arguments: dict[str, Any], what: str, group: str, deadline: Deadline) -> None:
         """Begin a set-up call: check that all ranks make the same one with the same ``arguments``.

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from torch_gpusync.errors import SyncError
 from torch_gpusync.ops import ops
-from torch_gpusync.rendezvous import Deadline
+from torch_gpusync.rendezvous import Deadline, Rendezvous
 
 if TYPE_CHECKING:
     from torch_gpusync.group import SyncGroup
@@ -27,6 +27,11 @@ def reset(sync: SyncGroup) -> None:
     meeting = sync._meeting("reset")
     sync._ask(ops._is_idle)  # raises if the group is closed, before any peer is kept waiting
     deadline = Deadline(max(sync.timeout, MIN_SECONDS), gone=partial(ops._gone, sync.name))
+    with meeting.turn("reset", sync.name, deadline):
+        _reset(sync, meeting, deadline)
+
+
+def _reset(sync: SyncGroup, meeting: Rendezvous, deadline: Deadline) -> None:
     try:
         _drain(sync, deadline)
     except SyncError as error:

@@ -118,6 +118,8 @@ def virtual_buffers(
 
 def virtual_reset(ranks: Sequence[SyncGroup]) -> None:
     """:meth:`SyncGroup.reset` for all ranks of :func:`virtual_ranks` at once, from one thread."""
+    if not ranks or len(ranks) != ranks[0].world_size:
+        raise SyncError(f"gpusync: virtual_reset takes all ranks of a group, and got {len(ranks)} of them")
     if ranks[0].device.type == "cuda":
         reset.complain_of_capture(ranks[0])  # here: the current stream is this thread's
     with ThreadPoolExecutor(len(ranks)) as threads:

@@ -9,11 +9,14 @@
 namespace gpusync::cpu {
 
 CallKey Group::collective_key(Op op, const Payload& payload, ReduceOp reduce_op, Algo algo) const {
+  uint64_t shape = 0;
+  for (const int64_t extent : payload.sizes) shape = (shape ^ static_cast<uint64_t>(extent)) * kHash;
   return {.op = op,
           .dtype = payload.dtype,
           .reduce_op = reduce_op,
           .algo = algo,
           .numel = payload.numel,
+          .shape = shape,
           .skipped = m_skipped};
 }
 

@@ -10,7 +10,7 @@ namespace gpusync::cpu {
 
 CallKey Group::exchange_key(const Exchange& what, const Payload& payload) const {
   CallKey key = collective_key(what.op, payload, what.reduce_op, Algo::kNone);
-  if (payload.dtype == DType::kOther) key.numel *= what.item_bytes;  // dtypes are told apart by their size
+  if (payload.dtype == DType::kOther) key.shape ^= static_cast<uint64_t>(what.scalar_type) * kHash;
   if (what.has_root()) key.root = checked_rank(what.root);
   return key;
 }

@@ -70,6 +70,7 @@ struct Part {
 struct Exchange {
   Op op;
   size_t item_bytes;                    // of an element
+  int32_t scalar_type = 0;              // torch's number for the dtype
   ReduceOp reduce_op = ReduceOp::kSum;  // of reduce_scatter
   int64_t root = 0;                     // of broadcast and reduce
 

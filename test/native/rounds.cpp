@@ -256,7 +256,7 @@ void Rounds::exchange(Op op, uint64_t columns) {
   const uint32_t me = m_rank.id();
   const uint32_t ranks = m_rank.ranks();
   const auto root = static_cast<uint32_t>(k % ranks);
-  const cpu::Exchange what{op, sizeof(uint64_t), ReduceOp::kSum, root};
+  const cpu::Exchange what{op, sizeof(uint64_t), 0, ReduceOp::kSum, root};
   const uint64_t rows = what.is_split() ? ranks : 1;
   std::vector<uint64_t> input(rows * columns);
   std::vector<uint64_t> output(columns * (what.reduces() || op == Op::kBroadcast ? 1 : ranks));

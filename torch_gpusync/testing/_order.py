@@ -74,12 +74,17 @@ def check_order(
             and stream; a call that hangs beyond the limit is left there.
 
     Returns:
-        The ops that eager mode ran.
+        The ops that eager mode ran: one at least.
+
+    Gradients of ``args`` are computed for the comparison and their ``grad`` is None afterwards; parameters and other
+    state of a module that ``fn`` is or uses are not compared, and have seen all the calls.
 
     Raises:
-        OrderError: something differs, compiled code raised, or the time was over.
+        OrderError: something differs, compiled code raised, nothing was there to compare, or the time was over.
         Exception: what ``fn`` raised in eager mode.
     """
+    if isinstance(namespaces, str):
+        raise TypeError(f"namespaces are a list of names, not one: [{namespaces!r}]")
     backends = [backend] if isinstance(backend, str) or callable(backend) else list(backend)
     check = _Check(fn, args, (*NAMESPACES, *namespaces), tuple(ignore), tolerance)
 
@@ -166,6 +171,11 @@ class _Check:
                 findings += [f"{name}: {text}" for text in found]
                 if raised:
                     break  # then a group may be broken, and other ranks have stopped too
+            if not eager.log:
+                findings.append(
+                    f"nothing was compared: eager mode ran no op of {', '.join(self.namespaces)} (is the name of a library "
+                    "misspelt in `namespaces`?)"
+                )
             if findings:
                 raise OrderError(findings)
             return eager.log

@@ -156,6 +156,14 @@ def ranks(
                 f"@ranks: every rank imports the test, and {why}: define it at the top level of a module or in a class "
                 "there"
             )
+        if (
+            inspect.iscoroutinefunction(fn)
+            or inspect.isasyncgenfunction(fn)
+            or inspect.isgeneratorfunction(fn)
+        ):
+            raise TypeError(
+                "@ranks: the test is a coroutine or a generator, whose body no rank would run: write a function"
+            )
         signature = inspect.signature(fn)
         wanted = tuple(name for name in _PROVIDED if name in signature.parameters)
         body = _Body(fn.__module__, fn.__qualname__, n, kind, wanted, lateness, seed, timeout, device, group)

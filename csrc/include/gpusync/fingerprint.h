@@ -37,16 +37,19 @@ struct CallKey {
   ReduceOp reduce_op = ReduceOp::kSum;
   Algo algo = Algo::kNone;
   uint64_t numel = 0;
+  uint64_t shape = 0;    // a hash of the sizes, and of a dtype that DType does not tell
   uint32_t root = 0;     // of a broadcast or a reduce
   uint32_t skipped = 0;  // zero-size calls: they advance nothing, yet must not let the ranks slip apart
 };
+
+inline constexpr uint64_t kHash = 0x9E3779B97F4A7C15u;
 
 /// op 5 bits, fence 1, dtype 4, reduce_op 3, algo 3 as they are, so that a debugger can read them; the sizes
 /// as a 16-bit hash (multiplication by 2^64 / golden ratio, Knuth, The Art of Computer Programming 3,
 /// section 6.4).
 GPUSYNC_HD constexpr uint32_t fingerprint(const CallKey& key) {
   const uint64_t sizes =
-      (key.numel + (uint64_t{key.skipped} << 40) + (uint64_t{key.root} << 32)) * 0x9E3779B97F4A7C15u;
+      ((key.numel ^ key.shape) + (uint64_t{key.skipped} << 40) + (uint64_t{key.root} << 32)) * kHash;
   return static_cast<uint32_t>(key.op) << 27 | static_cast<uint32_t>(key.fence) << 26 |
          static_cast<uint32_t>(key.dtype) << 22 | static_cast<uint32_t>(key.reduce_op) << 19 |
          static_cast<uint32_t>(key.algo) << 16 | static_cast<uint32_t>(sizes >> 48);
