@@ -71,7 +71,7 @@ struct Exchange {
   Op op;
   size_t item_bytes;                    // of an element
   int32_t scalar_type = 0;              // torch's number for the dtype
-  ReduceOp reduce_op = ReduceOp::kSum;  // of reduce_scatter
+  ReduceOp reduce_op = ReduceOp::kSum;  // of reduce_scatter and reduce
   int64_t root = 0;                     // of broadcast and reduce
 
   bool has_root() const { return op == Op::kBroadcast || op == Op::kReduce; }

@@ -213,6 +213,8 @@ class OnGpu(Shipped):
                 self.sync[key].timeout = 60.0
                 self.buffer[key] = self.sync[key].buffer("data", (N, N), torch.float32)
         self.pairs = [key for key in self.sync if key != "world"]
+        # What maps memory may wait for every kernel on the GPU: no rank's may wait for a rank that still sets up.
+        dist.barrier()
 
 
 def ordering(rank: int, name: str, mode: str) -> list[str]:

@@ -61,7 +61,7 @@ def test_captured_graphs_go_on(algo: str) -> None:
                 sync.check()
             check(10 + again)
             check(20 + again)
-            drive(ranks, messages, 5)
+            drive(ranks, messages, 5, again)
 
 
 def test_after_a_mismatch_and_of_a_whole_group() -> None:
@@ -79,7 +79,7 @@ def test_after_a_mismatch_and_of_a_whole_group() -> None:
         with on(ranks[0]):
             ranks[0].signal(1, 2)
         virtual_reset(ranks)
-        drive(ranks, messages, 5)
+        drive(ranks, messages, 5, 1)
         _hurry(ranks, 0.3)
         with on(ranks[1]):
             ranks[1].wait_signal(0, 2)  # what was sent before is gone
