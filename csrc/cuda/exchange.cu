@@ -162,9 +162,8 @@ void Group::exchange(const Launch& launch, const cpu::Exchange& what, const void
                         what.op == Op::kBroadcast ? key.root : kMaxRanks,
                         what.op == Op::kReduce ? key.root : kMaxRanks};
   for (uint32_t r = 0; r < world_size; ++r) params.area[r] = in_pad<char>(r, m_layout.staging(0));
-  const ExchangeKernel kernel = what.reduces()
-                                    ? choose_kernel<Reducing>(payload.dtype, what.reduce_op, world_size)
-                                    : copying(unit);
+  const ExchangeKernel kernel =
+      what.reduces() ? choose_kernel<Reducing>(payload.dtype, what.reduce_op, world_size) : copying(unit);
   // Whole packs of every row; a half holds 16 bytes of each rank at least.
   const uint64_t chunk = m_layout.half_bytes() / rows / 16 * 16 / unit;
   Turn turn(*this, channel, Kind::kSync, launch.stream);
