@@ -14,12 +14,15 @@
      2. nobody passes a barrier that not all have reached;
      3. nobody hangs: every rank that lives passes all barriers or gives up;
      4. the failure record that the hosts read is complete;
-     5. RECORDED: once a rank has given up, there is a record in the end, so that its host can raise.
+     5. RECORDED: once a rank has given up, there is a record in the end, so that its host can raise;
+     6. CLOSES: a rank that has closed the group finds it broken for good, so that graphs which it captured touch
+        nothing when they are replayed.
 
    Mutants: NO_GRACE, NO_LOOK (arrives whatever the status), RESTORE_LATE (returns the claim before the
-   statuses), REASON_FIRST (the record's `reason` before the rest), NO_LIMIT, and two that hold only as long as
-   no rank dies in a decision: NO_TAKE_OVER (who finds the decider dead gives up alone), POLL_ON (who finds the
-   claim taken polls on and tries again) */
+   statuses), REASON_FIRST (the record's `reason` before the rest), REVIVE (a decision is told to everybody,
+   whatever their status), NO_LIMIT, and two that hold only as long as no rank dies in a decision:
+   NO_TAKE_OVER (who finds the decider dead gives up alone), POLL_ON (who finds the claim taken polls on and
+   tries again) */
 
 #include "common.inc"
 
@@ -33,12 +36,18 @@
 #define WHOLE 0
 #define DECIDING 1
 #define BROKEN 2
+#ifdef REVIVE           /* mutant: tells everybody */
+#define IS_TOLD(r, from) true
+#else
+#define IS_TOLD(r, from) (status[r] == from)
+#endif
 
 byte claim;             /* 0, or 1 + the rank that decides */
 byte status[N];
 byte slot[N * N];
 bit reason, rest;       /* DeviceFailure */
 bit dead[N];
+bit closed[N];          /* GHOST */
 byte deaths;
 
 bit arriving[N];        /* GHOST, for the grace period: between the look at the status and the last arrival */
@@ -49,11 +58,27 @@ bit gave_up;            /* GHOST: some rank has given up */
 byte ended;             /* GHOST: ranks that are through */
 bit over[N];            /* GHOST */
 
-/* escape::announce */
-inline announce(value) {
+/* escape::announce: one compare-and-swap for each rank. */
+inline announce(from, value) {
   r = 0;
   do
-  :: r < N -> status[r] = value; r++
+  :: atomic { r < N ->
+       if
+       :: IS_TOLD(r, from) -> status[r] = value
+       :: else
+       fi;
+       assert(!closed[r] || status[r] == BROKEN);    /* 6 */
+       r++
+     }
+  :: else -> r = 0; break
+  od
+}
+
+/* escape::announce_broken */
+inline announce_broken() {
+  r = 0;
+  do
+  :: r < N -> status[r] = BROKEN; r++
   :: else -> r = 0; break
   od
 }
@@ -78,7 +103,7 @@ inline settle(before_arrival, expired) {
 #ifndef NO_TAKE_OVER
   :: atomic { (status[me] == DECIDING || expired) && claim > 0 && dead[claim - 1] -> claim = 1 + me }
      write_failure();
-     announce(BROKEN)
+     announce_broken()
 #else                   /* mutant */
   :: atomic { status[me] == DECIDING && claim > 0 && dead[claim - 1] -> whole = 0 }
      status[me] = BROKEN; break
@@ -98,7 +123,7 @@ inline settle(before_arrival, expired) {
 inline go_on() {
   if
   :: atomic { claim == 0 -> claim = 1 + me }
-     announce(DECIDING);
+     announce(WHOLE, DECIDING);
 #ifndef NO_GRACE        /* mutant: scans at once */
      GRACE;
 #endif
@@ -116,9 +141,9 @@ inline go_on() {
      :: absent == 0 ->
 #ifdef RESTORE_LATE     /* mutant */
         claim = 0;
-        announce(WHOLE);
+        announce(DECIDING, WHOLE);
 #else
-        announce(WHOLE);
+        announce(DECIDING, WHOLE);
         claim = 0;
 #endif
         whole = 1
@@ -129,7 +154,7 @@ inline go_on() {
           for (q : 0 .. N - 1) { assert(!HAS(absent, q) || passed[q] < k) }     /* 1 */
           q = 0
         }
-        announce(BROKEN);
+        announce_broken();
         whole = 0
      fi;
      absent = 0
@@ -187,6 +212,9 @@ proctype rank(byte me) {
 lost:
     gave_up = 1;
 through:
+#ifdef CLOSES           /* cuda::Group::stop_graphs */
+    atomic { status[me] = BROKEN; closed[me] = 1 }
+#endif
     atomic { ended++; over[me] = 1 }
   } unless { dead[me] }
 }

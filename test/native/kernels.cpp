@@ -54,6 +54,12 @@ class Kernels {
   bool barrier(uint32_t fingerprint = 1) {
     return m_pull.sync<true, true>(fingerprint, DeviceWait(m_context));
   }
+  /// A wait has expired, and whoever was missing comes in time. Returns what was decided.
+  bool decide_well() {
+    bool whole = false;
+    return escape::move_claim(m_escape, 0, 1 + m_escape.rank) &&
+           escape::decide(m_context, m_pull.own(), 1, false, 1, whole, [] { return uint64_t{0}; }) && whole;
+  }
   DeviceStatus status() const { return escape::status(m_context.status); }
   const WaitEscape& group() const { return m_escape; }
 
@@ -77,13 +83,15 @@ enum Scene : uint32_t {
   kDiesRecorded,     // the record is written, and nobody told
   kCloses,           // behind a barrier that all pass
   kCallsAnother,
+  kHasClosed,  // and peers decide later that a wait of theirs may go on
   kScenes,
 };
 
 }  // namespace
 
 /// Barriers with the wait of kernels: one rank is late, never comes, dies while it decides, closes the group,
-/// or calls something else. The others pass or give up together, and the record says why.
+/// or calls something else. The others pass or give up together, and the record says why. Last, one has
+/// closed the group, and a decision of its peers must not bring its kernels back to life.
 void kernels(Rank& rank) {
   constexpr uint64_t kMs = 1'000'000;
   for (uint64_t k = 0; rank.go_on(k); ++k) {
@@ -139,6 +147,13 @@ void kernels(Rank& rank) {
         }
         break;
       case kCallsAnother: passed = mine.barrier(is_odd ? 2 : 1); break;
+      case kHasClosed:
+        if (is_odd) escape::store(group.status[odd], static_cast<uint32_t>(DeviceStatus::kBroken));
+        rank.meet();
+        if (rank.id() == (odd + 1) % rank.ranks() && !mine.decide_well()) rank.fail("it was decided badly");
+        rank.meet();
+        passed = false;
+        break;
       case kScenes: break;
     }
     if (passed != (scene == kAllCome)) rank.fail("scene %u was %s", scene, passed ? "passed" : "given up");
@@ -147,16 +162,17 @@ void kernels(Rank& rank) {
 
     const DeviceFailure& failure = *group.failure;
     const auto reason = static_cast<DeviceReason>(escape::load(&failure.reason));
-    const DeviceReason wanted = scene == kAllCome        ? DeviceReason::kNone
-                                : scene == kCallsAnother ? DeviceReason::kMismatch
-                                                         : DeviceReason::kTimeout;
+    const DeviceReason wanted = scene == kAllCome || scene == kHasClosed ? DeviceReason::kNone
+                                : scene == kCallsAnother                 ? DeviceReason::kMismatch
+                                                                         : DeviceReason::kTimeout;
     if (reason != wanted) {
       rank.fail("scene %u left the reason %u instead of %u", scene, static_cast<uint32_t>(reason),
                 static_cast<uint32_t>(wanted));
     }
     if (wanted == DeviceReason::kTimeout) rank.expect(failure.missing, bit, "the missing rank", failure.rank);
     const bool broken = mine.status() == DeviceStatus::kBroken;
-    if (broken == (scene == kAllCome)) rank.fail("scene %u left the wrong status", scene);
+    const bool breaks = scene == kHasClosed ? is_odd : scene != kAllCome;
+    if (broken != breaks) rank.fail("scene %u left the wrong status", scene);
     if (broken && mine.barrier()) rank.fail("a barrier of a broken group was passed");
     if (rank.id() == 0) rank.count(scene == kAllCome ? 0 : 1);
     rank.meet();

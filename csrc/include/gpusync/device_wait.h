@@ -104,24 +104,37 @@ GPUSYNC_HD void store(uint32_t* word, uint32_t value) {
 #endif
 }
 
-/// Moves the claim; false, and nothing has changed, if it is not `from`.
-GPUSYNC_HD bool move_claim(const WaitEscape& group, uint32_t from, uint32_t to) {
+/// Changes the word; false, and nothing has changed, if it is not `from`.
+GPUSYNC_HD bool move(uint32_t* word, uint32_t from, uint32_t to) {
 #if defined(__CUDA_ARCH__)
   uint32_t before;
   asm volatile("atom.acq_rel.sys.global.cas.b32 %0, [%1], %2, %3;"
                : "=r"(before)
-               : "l"(group.claim), "r"(from), "r"(to)
+               : "l"(word), "r"(from), "r"(to)
                : "memory");
   return before == from;
 #else
-  return std::atomic_ref<uint32_t>(*group.claim).compare_exchange_strong(from, to);
+  return std::atomic_ref<uint32_t>(*word).compare_exchange_strong(from, to);
 #endif
+}
+
+GPUSYNC_HD bool move_claim(const WaitEscape& group, uint32_t from, uint32_t to) {
+  return move(group.claim, from, to);
 }
 
 GPUSYNC_HD DeviceStatus status(const uint32_t* word) { return static_cast<DeviceStatus>(load(word)); }
 
-GPUSYNC_HD void announce(const WaitEscape& group, DeviceStatus status) {
-  for (uint32_t r = 0; r < group.world_size; ++r) store(group.status[r], static_cast<uint32_t>(status));
+/// Tells all ranks of a decision that is under way, or that it has ended well. For a rank whose status is not
+/// `from` nothing changes: one that has closed the group finds it broken for good, because graphs that it
+/// captured may be replayed at any time, and must not touch what is gone.
+GPUSYNC_HD void announce(const WaitEscape& group, DeviceStatus from, DeviceStatus to) {
+  for (uint32_t r = 0; r < group.world_size; ++r)
+    move(group.status[r], static_cast<uint32_t>(from), static_cast<uint32_t>(to));
+}
+
+GPUSYNC_HD void announce_broken(const WaitEscape& group) {
+  for (uint32_t r = 0; r < group.world_size; ++r)
+    store(group.status[r], static_cast<uint32_t>(DeviceStatus::kBroken));
 }
 
 /// `mine`: null where the call has no slots to show; `expected`: 0 where it is not known.
@@ -167,7 +180,7 @@ GPUSYNC_HD bool settle(const WaitContext& context, bool expired = false, uint64_
       const uint64_t missing = decider != 0 ? uint64_t{1} << (decider - 1) : 0;
       write_failure(context, DeviceReason::kTimeout, missing, time - start, expected, mine);
     }
-    announce(group, DeviceStatus::kBroken);
+    announce_broken(group);
     return false;
   }
 }
@@ -179,7 +192,7 @@ GPUSYNC_HD bool decide(const WaitContext& context, const Semaphore& mine, uint64
                        uint64_t waited, bool& whole, Missing&& missing) {
   const WaitEscape& group = *context.escape;
   const uint64_t time = now();
-  announce(group, DeviceStatus::kDeciding);
+  announce(group, DeviceStatus::kWhole, DeviceStatus::kDeciding);
   if (!mismatch) {
     while (now() - time < kGraceNs) {
     }
@@ -190,12 +203,12 @@ GPUSYNC_HD bool decide(const WaitContext& context, const Semaphore& mine, uint64
   if (load(group.claim) != 1 + group.rank) return false;
   whole = !mismatch && absent == 0;
   if (whole) {
-    announce(group, DeviceStatus::kWhole);
+    announce(group, DeviceStatus::kDeciding, DeviceStatus::kWhole);
     store(group.claim, 0);
   } else {
     write_failure(context, mismatch ? DeviceReason::kMismatch : DeviceReason::kTimeout, absent, waited,
                   expected, &mine);
-    announce(group, DeviceStatus::kBroken);
+    announce_broken(group);
   }
   return true;
 }
@@ -226,7 +239,7 @@ GPUSYNC_HD bool go_on(const WaitContext& context, const Semaphore& mine, uint64_
 GPUSYNC_HD void fail(const WaitContext& context, DeviceReason reason, uint32_t fingerprint) {
   if (!move_claim(*context.escape, 0, 1 + context.escape->rank)) return;
   write_failure(context, reason, 0, 0, Arrival{0, fingerprint}.pack(), nullptr);
-  announce(*context.escape, DeviceStatus::kBroken);
+  announce_broken(*context.escape);
 }
 
 }  // namespace escape
