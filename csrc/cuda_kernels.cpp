@@ -228,14 +228,14 @@ int64_t cuda_pad_bytes(int64_t channels, int64_t staging_bytes) {
       cuda::PadLayout(static_cast<uint32_t>(channels), static_cast<size_t>(staging_bytes)).total_bytes());
 }
 
-void cuda_open(Tensor pad, std::string group_name, std::vector<int64_t> pads, int64_t staging_bytes,
-               int64_t max_blocks) {
+void cuda_open(Tensor pad, Tensor token, std::string group_name, std::vector<int64_t> pads,
+               int64_t staging_bytes, int64_t max_blocks) {
   const auto host = find_group(group_name);
   host->set_device_part(std::make_shared<cuda::Group>(
       *host,
       cuda::DeviceConfig{pad.get_device_index(), std::move(pads), static_cast<size_t>(staging_bytes),
                          static_cast<uint32_t>(max_blocks)},
-      std::make_shared<Tensor>(pad)));
+      cuda::KeptMemory::Parts{std::make_shared<Tensor>(pad), std::make_shared<Tensor>(token)}));
 }
 
 void cuda_buffer(Tensor memory, std::string group_name, std::string buffer_name, std::vector<int64_t> shape,

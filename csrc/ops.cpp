@@ -47,7 +47,9 @@ STABLE_TORCH_LIBRARY(gpusync, m) {
       "_cpu_buffer(Tensor memory, str group_name, str buffer, int[] shape, ScalarType dtype, int stride) -> "
       "()");
   m.def("_cuda_pad_bytes(int channels, int staging_bytes) -> int");
-  m.def("_cuda_open(Tensor pad, str group_name, int[] pads, int staging_bytes, int max_blocks) -> ()");
+  m.def(
+      "_cuda_open(Tensor pad, Tensor token, str group_name, int[] pads, int staging_bytes, int max_blocks) "
+      "-> ()");
   m.def(
       "_cuda_buffer(Tensor memory, str group_name, str buffer, int[] shape, ScalarType dtype, int[] parts) "
       "-> ()");

@@ -43,6 +43,7 @@ _PULL = "include/gpusync/pull_controller.h"
 _PUSH = "include/gpusync/push_controller.h"
 _DEVICE_WAIT = "include/gpusync/device_wait.h"
 _SIGNAL = "include/gpusync/signal_controller.h"
+_KEPT = "cuda/kept_memory.h"
 
 # Pauses where a wake-up could be lost or a decision missed, and a sleep so long that a lost wake-up shows: they make some
 # mutants fail in seconds. The protocol itself must pass with all of them, for it relies on nobody being quick.
@@ -381,6 +382,38 @@ _STRESS = (
         (Edit(_DEVICE_WAIT, "~uint64_t{0} : host_word(group.gone);", "~uint64_t{0} : 0;"),),
         "kernels rounds=7",
         "took too long",
+    ),
+    Mutant(
+        # A rank that has closed the group is told of a whole one: its graphs would touch memory that is gone.
+        "kernels_revive_who_has_closed",
+        (
+            Edit(
+                _DEVICE_WAIT,
+                "move(group.status[r], static_cast<uint32_t>(from), static_cast<uint32_t>(to));",
+                "store(group.status[r], static_cast<uint32_t>(to));\n  (void)from;",
+            ),
+        ),
+        "kernels rounds=8",
+        "scene 7 left the wrong status",
+    ),
+    Mutant(
+        "graphs_free_on_the_drivers_thread",
+        (Edit(_KEPT, "    m_next = s_left.load(", "    return delete this;\n    m_next = s_left.load("),),
+        "keeping rounds=10",
+        "on a thread of the driver's",
+    ),
+    Mutant(
+        # What a group that is closed gives back is gone, whoever still has it.
+        "graphs_keep_nothing",
+        (
+            Edit(
+                _KEPT,
+                "if (memory->is_last()) delete memory;",
+                "memory->m_parts.clear();\n      if (memory->is_last()) delete memory;",
+            ),
+        ),
+        "keeping rounds=10",
+        "while a graph had it",
     ),
 )
 

@@ -57,6 +57,7 @@ RUNS = (
     "give_ups ranks=4 processes=1 rounds=1000 disturb_us=300",
     "resets ranks=3 rounds=500 delay_us=300 disturb_us=300 preset=0xFFFFFFF0",
     "resets ranks=4 processes=1 rounds=500 delay_us=300",
+    "keeping ranks=3 rounds=300 delay_us=300 disturb_us=500",
 )
 
 
@@ -158,8 +159,8 @@ def test_case_25_thread_sanitizer(programs: Programs, workload: str) -> None:
 
 @pytest.mark.parametrize("ranks", ["ranks=3", "ranks=4 processes=1 disturb_us=500"])
 def test_the_wait_of_kernels(programs: Programs, ranks: str) -> None:
-    """Seven scenes, of a rank that is late to one that dies while it decides: the same code as on a GPU, on threads."""
-    done = run(programs.get("protocol"), f"kernels {ranks} rounds=7")
+    """Eight scenes, of a rank that is late, that dies while it decides, ...: the same code as on a GPU, on threads."""
+    done = run(programs.get("protocol"), f"kernels {ranks} rounds=8")
     assert done.returncode == 0, done.stderr
 
 

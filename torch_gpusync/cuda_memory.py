@@ -136,16 +136,20 @@ def attach(
     peers: PeerMemory,
     name: str,
     shared_name: str,
-    device: torch.device,
+    token: torch.Tensor,
     channels: int,
     staging_bytes: int,
     deadline: Deadline,
 ) -> Any:
-    """Give the group ``name``, open on the host, its device part; returns what keeps the mappings alive. Collective.
+    """Give the group ``name``, open on the host, its device part, on the token's device. Collective.
+
+    Returns:
+        What keeps the mappings of peers' memory alive.
 
     Raises:
         SyncError: a GPU cannot reach another's memory; the message names the pair.
     """
+    device = token.device
     properties = torch.cuda.get_device_properties(device)
     place = [str(properties.uuid), properties.multi_processor_count]
     places = meeting.exchange(place, "SyncGroup", shared_name, deadline)
@@ -159,7 +163,7 @@ def attach(
     pad, addresses, keep_alive = peers.allocate(meeting, nbytes, device, "SyncGroup", shared_name, deadline)
     problem = ""
     try:
-        ops._cuda_open(pad, name, addresses, staging_bytes, max_blocks)
+        ops._cuda_open(pad, token, name, addresses, staging_bytes, max_blocks)
     except RuntimeError as error:
         problem = str(error)
     meeting.confirm(problem, "SyncGroup", shared_name, deadline)

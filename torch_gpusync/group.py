@@ -268,7 +268,14 @@ class SyncGroup(SyncMethods):
             if device.type == "cuda":
                 self._keep_alive.append(
                     cuda_memory.attach(
-                        meeting, peer_memory, self.name, shared_name, device, channels, buffer_bytes, deadline
+                        meeting,
+                        peer_memory,
+                        self.name,
+                        shared_name,
+                        self.token,
+                        channels,
+                        buffer_bytes,
+                        deadline,
                     )
                 )
             meeting.exchange(None, "SyncGroup", shared_name, deadline)
@@ -425,16 +432,19 @@ class SyncGroup(SyncMethods):
     def close(self) -> None:
         """Give up the group in this process; its ops fail from now on. Idempotent, and not collective.
 
-        It waits for what this rank has launched. A peer that still waits for this rank is told then. (On a GPU,
-        graphs that hold the group's ops must not be replayed any more.) To make the group again under the same name,
-        pass ``name=``: default names count up. Graphs know a group by its name and reach the new one; this object,
-        whose rank and world size were the old one's, does not.
+        It waits for what this rank has launched. A peer that still waits for this rank is told then. A CUDA graph that
+        is replayed later does what it does in a broken group: its ops return at once and their outputs are NaN. It
+        keeps the memory that this takes (the staging memory is part of it) until it is destroyed, too.
+
+        To make the group again under the same name, pass ``name=``: default names count up. Compiled functions know a
+        group by its name and reach the new one; captured CUDA graphs do not, nor does this object, whose rank and world
+        size were the old one's.
         """
         self._finalizer()
         # In the methods' place, which costs them nothing and which a compiled function that holds this object notices:
         # rank and world size are the old group's, and must not be taken to a new one that has the name.
         self._call = self._ask = partial(_refuse, self.name)  # type: ignore[method-assign]
-        self._keep_alive.clear()  # only now: the library has waited for the kernels that use it
+        self._keep_alive.clear()  # only now: the library has waited for the kernels that use it, and no later one does
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SyncGroup":
         return self

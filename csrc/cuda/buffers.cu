@@ -61,9 +61,11 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ 
   const bool fits =
       offset >= 0 && static_cast<uint64_t>(offset) <= p.part_numel && p.numel <= p.part_numel - offset;
   const uint64_t bytes = p.numel * p.item_bytes;
-  if (!fits || !(wait.ready() || wait.settle())) {
-    // An offset that only the device knows cannot be refused before: it breaks the group.
-    if (!fits && blockIdx.x == 0 && threadIdx.x == 0) wait.fail(DeviceReason::kBadOffset, p.key);
+  const bool whole = wait.ready() || wait.settle();
+  if (!fits || !whole) {
+    // An offset that only the device knows cannot be refused before: it breaks the group. One that is broken
+    // may be closed, and must not be touched.
+    if (whole && blockIdx.x == 0 && threadIdx.x == 0) wait.fail(DeviceReason::kBadOffset, p.key);
     if (!kPut) fill_poison(p.tensor, bytes, p.poison);
     return;
   }
@@ -110,6 +112,7 @@ void Group::put(const Launch& launch, const cpu::Buffer& buffer, int64_t rank, O
   m_host.begin(call);
   if (payload.numel == 0) return;
   const DeviceBuffer& device = device_buffer(buffer);
+  (void)capture_of(launch.stream);
   copy<true>(launch,
              {address(device.parts[target]), const_cast<char*>(static_cast<const char*>(source)),
               payload.numel, buffer.numel, static_cast<uint32_t>(buffer.item_bytes), device.poison, offset,
@@ -124,6 +127,7 @@ void Group::get(const Launch& launch, const cpu::Buffer& buffer, int64_t rank, O
   m_host.begin(call);
   if (payload.numel == 0) return;
   const DeviceBuffer& device = device_buffer(buffer);
+  (void)capture_of(launch.stream);
   copy<false>(launch, {address(device.parts[source]), static_cast<char*>(target), payload.numel, buffer.numel,
                        static_cast<uint32_t>(buffer.item_bytes), device.poison, offset,
                        context(m_host.config().channels), launch.token, fingerprint({.op = Op::kGet})});

@@ -33,6 +33,26 @@ class DeviceGuard {
   bool m_changed = false;
 };
 
+/// Waits for all that the current device has to do. cudaDeviceSynchronize() would end what another thread is
+/// capturing; freeing memory waits as well, and does not, given OutsideCaptures.
+inline void wait_for_device() {
+  void* nothing = nullptr;
+  if (cudaMalloc(&nothing, 1) == cudaSuccess) (void)cudaFree(nothing);
+}
+
+/// The graph that `stream`, which is being captured, adds to.
+inline cudaGraph_t captured_graph(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  cudaGraph_t graph = nullptr;
+#if CUDART_VERSION >= 13000
+  const cudaError_t error = cudaStreamGetCaptureInfo(stream, &status, nullptr, &graph);
+#else
+  const cudaError_t error = cudaStreamGetCaptureInfo_v2(stream, &status, nullptr, &graph);
+#endif
+  check(error, "cudaStreamGetCaptureInfo");
+  return graph;
+}
+
 /// For as long as it lives, calls of this thread that allocate, free or wait are none of a capture's
 /// business: otherwise one of them ends whatever another thread is capturing just then.
 class OutsideCaptures {

@@ -6,12 +6,13 @@
 
 namespace gpusync::cuda {
 
-Group::Group(cpu::Group& host, DeviceConfig config, std::shared_ptr<void> keep_alive)
+Group::Group(cpu::Group& host, DeviceConfig config, KeptMemory::Parts memory)
     : m_host(host),
       m_config(std::move(config)),
-      m_keep_alive(std::move(keep_alive)),
+      m_memory(KeptMemory::make(std::move(memory))),
       m_layout(host.config().channels, m_config.staging_bytes),
       m_orders((host.config().channels + 1) * kKinds) {
+  KeptMemory::free_left();
   const DeviceGuard guard(m_config.device);
   const uint32_t world_size = host.world_size();
   const uint32_t rank = host.rank();
@@ -117,13 +118,57 @@ Group::~Group() {
     if (order.eager.event != nullptr) (void)cudaEventSynchronize(order.eager.event);
   }
   m_host.leave();
+  if (m_capture.load() != kNoCapture && !stop_graphs()) {
+    m_escape = nullptr;  // what a graph may still touch is left to it
+    m_registered = nullptr;
+  }
   for (Order& order : m_orders) {
     if (order.eager.event != nullptr) (void)cudaEventDestroy(order.eager.event);
     if (order.captured.event != nullptr) (void)cudaEventDestroy(order.captured.event);
   }
   if (m_escape != nullptr) (void)cudaFree(m_escape);  // waits for kernels that may still read it
   if (m_registered != nullptr) (void)cudaHostUnregister(m_registered);
+  m_memory.reset();
+  KeptMemory::free_left();
   (void)cudaSetDevice(before);
+}
+
+/// What graphs have under way ends first; those that are replayed from now on find a broken group and touch
+/// nothing but m_memory. (Freeing the rest waits for what began between the two.) False: that could not be
+/// done.
+bool Group::stop_graphs() const {
+  wait_for_device();
+  try {
+    set_status(DeviceStatus::kBroken);
+  } catch (const std::runtime_error&) {
+    return false;
+  }
+  return true;
+}
+
+void Group::keep_in(cudaGraph_t graph) {
+  KeptMemory::Owner owner = m_memory->share();
+  cudaUserObject_t object{};
+  check(cudaUserObjectCreate(
+            &object, owner.get(), [](void* memory) { static_cast<KeptMemory*>(memory)->let_go_later(); }, 1,
+            cudaUserObjectNoDestructorSync),
+        "cudaUserObjectCreate");
+  (void)owner.release();  // the object's now
+  const cudaError_t status = cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove);
+  if (status != cudaSuccess) (void)cudaUserObjectRelease(object, 1);
+  check(status, "cudaGraphRetainUserObject");
+}
+
+unsigned long long Group::capture_of(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long capture = 0;
+  check(cudaStreamGetCaptureInfo(stream, &status, &capture), "cudaStreamGetCaptureInfo");
+  if (status != cudaStreamCaptureStatusActive) return kNoCapture;
+  if (m_capture.load(std::memory_order_relaxed) != capture) {
+    keep_in(captured_graph(stream));
+    m_capture.store(capture, std::memory_order_relaxed);
+  }
+  return capture;
 }
 
 WaitContext Group::context(uint32_t channel) const {
@@ -133,10 +178,8 @@ WaitContext Group::context(uint32_t channel) const {
 Turn::Turn(Group& group, uint32_t channel, Kind kind, cudaStream_t stream) : m_stream(stream) {
   Group::Order& order = group.m_orders[channel * kKinds + static_cast<uint32_t>(kind)];
   m_lock = std::unique_lock(order.mutex);
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long capture = 0;
-  check(cudaStreamGetCaptureInfo(stream, &status, &capture), "cudaStreamGetCaptureInfo");
-  const bool capturing = status == cudaStreamCaptureStatusActive;
+  const unsigned long long capture = group.capture_of(stream);
+  const bool capturing = capture != Group::kNoCapture;
   m_last = capturing ? &order.captured : &order.eager;
   if (capturing && m_last->capture != capture) m_last->used = false;  // another graph: nothing in it yet
   m_last->capture = capture;

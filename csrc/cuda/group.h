@@ -5,6 +5,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
@@ -15,6 +16,7 @@
 #include "cpu/group.h"
 #include "gpusync/device_wait.h"
 #include "gpusync/push_controller.h"
+#include "kept_memory.h"
 #include "pad.h"
 
 namespace gpusync::cuda {
@@ -48,12 +50,18 @@ struct Offset {
 
 class Group {
  public:
-  Group(cpu::Group& host, DeviceConfig config, std::shared_ptr<void> keep_alive);
+  /// `memory`: my own pad and the token, all that kernels touch when the group is closed.
+  Group(cpu::Group& host, DeviceConfig config, KeptMemory::Parts memory);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
   int device() const { return m_config.device; }
+
+  static constexpr auto kNoCapture = ~0ull;
+  /// The capture that `stream` is in, or kNoCapture. With the first op of the group in a capture its graph
+  /// becomes an owner of the memory that its kernels will touch whenever it is replayed.
+  unsigned long long capture_of(cudaStream_t stream);
 
   // --- sync.cu
   void barrier(const Launch& launch, int64_t channel, bool fence);
@@ -109,7 +117,7 @@ class Group {
   struct Last {
     cudaStream_t stream = nullptr;
     cudaEvent_t event = nullptr;
-    unsigned long long capture = 0;
+    unsigned long long capture = kNoCapture;
     bool used = false;
   };
   struct Order {
@@ -125,6 +133,8 @@ class Group {
   PullController pull(uint32_t channel) const;
   SignalController signals(uint32_t channel) const;
   WaitContext context(uint32_t channel) const;
+  void keep_in(cudaGraph_t graph);
+  bool stop_graphs() const;
   void preload() const;
   void to_device(void* target, const void* source, size_t bytes) const;
   void clear(void* target, size_t bytes) const;
@@ -136,7 +146,8 @@ class Group {
 
   cpu::Group& m_host;
   DeviceConfig m_config;
-  std::shared_ptr<void> m_keep_alive;
+  KeptMemory::Owner m_memory;
+  std::atomic<unsigned long long> m_capture{kNoCapture};  // the last one in which there was an op of mine
   PadLayout m_layout;
   std::vector<PullController> m_pull;
   std::vector<SignalController> m_signal;

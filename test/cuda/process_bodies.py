@@ -53,6 +53,34 @@ def replays(sync: SyncGroup, count: int) -> None:
         assert (sums == n * k + n * (n - 1) / 2).all(), f"replay {k}"
 
 
+def replays_after_close(sync: SyncGroup) -> None:
+    """This rank's graph when all ranks have closed the group, and peers' memory is mapped no more."""
+    n, r = sync.world_size, sync.rank
+    buffer = sync.buffer("x", (5000,), torch.float32)
+    x = torch.full((5000,), r + 1.0).cuda()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        buffer.put(x, (r + 1) % n)
+        sync.barrier()
+        seen = buffer.get()
+        sync.pull_end()
+        total, gathered = sync.all_reduce(x), sync.all_gather(x)
+    graph.replay()
+    settle(sync)
+    assert (seen == (r - 1) % n + 1.0).all() and (total == n * (n + 1) / 2).all()
+    assert gathered[::5000].tolist() == [q + 1.0 for q in range(n)]
+    sync.close()
+    for _ in range(2):
+        for y in (seen, total, gathered):
+            y.zero_()
+        before = int(sync.token.item())
+        graph.replay()
+        assert int(sync.token.item()) == before + 6
+        assert all(y.isnan().all() for y in (seen, total, gathered))
+        _go_on(range(n))  # frees what no graph holds, and takes its place
+
+
 def graphed_callables(sync: SyncGroup, count: int) -> None:
     """Forward and backward as graphs, over two groups; warm-up, capture and replay are in step on all ranks."""
     n, r = sync.world_size, sync.rank

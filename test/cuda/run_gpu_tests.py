@@ -43,7 +43,7 @@ PARTS = {
     "ops": Part(("test_gpu_ops.py",), 240),
     "graphs": Part(("test_gpu_streams.py", "test_gpu_graphs.py"), 240),
     "faults": Part(("test_gpu_faults.py", "test_gpu_reset.py"), 240),
-    "setup": Part(("test_gpu_setup.py",), 240),
+    "setup": Part(("test_gpu_setup.py", "test_gpu_lifetime.py"), 240),
     "mps": Part(("test_gpu_processes.py",), 240, processes=True, mps=True),
     "processes": Part(("test_gpu_processes.py",), 240, processes=True),
     "compile": Part(("test_gpu_compile.py",), 470, processes=True, mps=True),

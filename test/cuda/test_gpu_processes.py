@@ -26,6 +26,7 @@ from process_bodies import (
     inside_a_capture,
     lose_one,
     replays,
+    replays_after_close,
     wait_for_one,
 )
 from test_ops import DTYPES
@@ -70,6 +71,10 @@ def test_case_04_inputs_are_overwritten_right_after_the_call() -> None:
 
 def test_case_08_replays_with_fresh_data() -> None:
     in_processes(replays, 1000 if MPS else 15)
+
+
+def test_replays_after_close() -> None:
+    in_processes(replays_after_close, breaks=True)
 
 
 def test_make_graphed_callables() -> None:

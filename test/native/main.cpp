@@ -25,6 +25,7 @@ constexpr Workload kWorkloads[] = {
     {"mismatches", mismatches, {"broken groups", nullptr}},
     {"give_ups", give_ups, {"passed", "given up"}},
     {"kernels", kernels, {"passed", "given up"}},
+    {"keeping", keeping, {"freed", nullptr}},
     {"resets", resets, {"broken groups", "resets"}},
 };
 

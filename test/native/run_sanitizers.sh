@@ -50,7 +50,7 @@ check() { # SANITIZER ARGUMENTS...
 }
 
 echo "==> running, at most $seconds s each"
-for workload in barriers pulls signals pushes all_reduces exchanges mixed opening closing expiring mismatches give_ups kernels resets; do
+for workload in barriers pulls signals pushes all_reduces exchanges mixed opening closing expiring mismatches give_ups kernels keeping resets; do
   check thread "$workload" ranks=3
   check address "$workload" ranks=3
   check undefined "$workload" ranks=4 processes=1

@@ -3,8 +3,8 @@
 //
 // It ends with 0, or with 1 and a message at the first check that fails, or with 3 and a message when the
 // watchdog finds it still running. The pieces: rank.cpp and run.cpp (ranks, their memory, pauses, watchdog),
-// rounds.cpp (one verified round of each kind), workloads.cpp, breaking.cpp, resetting.cpp and kernels.cpp
-// (what to run), main.cpp (options).
+// rounds.cpp (one verified round of each kind), workloads.cpp, breaking.cpp, resetting.cpp, kernels.cpp
+// and keeping.cpp (what to run), main.cpp (options).
 #pragma once
 
 #include <atomic>
@@ -177,6 +177,8 @@ void give_ups(Rank& rank);
 void resets(Rank& rank);
 // kernels.cpp: the wait of kernels
 void kernels(Rank& rank);
+// keeping.cpp: memory that captured graphs keep
+void keeping(Rank& rank);
 
 /// Runs the workload on all ranks; returns the program's exit code.
 int run(const Options& options, const Workload& workload);
