@@ -49,7 +49,7 @@ __device__ __forceinline__ void stage(const ExchangeParams& p, uint64_t half) {
 /// Pack i of rank r's row for me.
 template <class T>
 __device__ __forceinline__ Pack<T> piece(const ExchangeParams& p, uint64_t half, uint32_t r, uint64_t i) {
-  if (r != p.pull.rank()) return staged_row<T>(p, r, half, p.my_row)[i];
+  if (r != p.pull.rank()) return load_once(staged_row<T>(p, r, half, p.my_row) + i);
   const T* input = static_cast<const T*>(p.input) + p.my_row * p.columns;
   return load_pack(input, i, p.numel, is_aligned(input));
 }

@@ -25,7 +25,9 @@ __global__ void __launch_bounds__(512) pull_one_shot_kernel(const __grid_constan
 
   const bool output_aligned = is_aligned(output);
   for (uint64_t i = first; i < packs; i += stride) {
-    const auto part = [&](uint32_t r) { return reinterpret_cast<const Pack<T>*>(p.area[r] + half)[i]; };
+    const auto part = [&](uint32_t r) {
+      return load_once(reinterpret_cast<const Pack<T>*>(p.area[r] + half) + i);
+    };
     store_pack(output, i, p.numel, output_aligned,
                complete ? reduce_ranks<T, kRanks>(p, part) : poison<Pack<T>>(p.dtype));
   }

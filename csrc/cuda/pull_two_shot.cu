@@ -27,8 +27,8 @@ __global__ void __launch_bounds__(512) pull_two_shot_kernel(const __grid_constan
 
   // Share r holds the packs that rank r reduces, one after the other, so that threads side by side touch
   // packs side by side. My own share needs no staging of my input.
-  const auto staged = [&](uint32_t owner, uint64_t i) -> Pack<T>& {
-    return reinterpret_cast<Pack<T>*>(p.area[owner] + half)[i];
+  const auto staged = [&](uint32_t owner, uint64_t i) {
+    return reinterpret_cast<Pack<T>*>(p.area[owner] + half) + i;
   };
   const auto for_other_shares = [&](uint64_t g, auto&& visit) {
 #pragma unroll
@@ -43,11 +43,11 @@ __global__ void __launch_bounds__(512) pull_two_shot_kernel(const __grid_constan
     Pack<T> held[kHeld];
     const auto load = [&](uint32_t s, uint64_t i) {
       held[s % kHeld] = load_pack(input, i, p.numel, input_aligned);
-      if constexpr (kRanks == 0) staged(rank, i) = held[0];
+      if constexpr (kRanks == 0) *staged(rank, i) = held[0];
     };
     for_other_shares(g, load);
     if constexpr (kRanks != 0)
-      for_other_shares(g, [&](uint32_t s, uint64_t i) { staged(rank, i) = held[s]; });
+      for_other_shares(g, [&](uint32_t s, uint64_t i) { *staged(rank, i) = held[s]; });
   }
   bool complete = p.pull.sync<true, true>(p.key, DeviceWait(p.wait));
   if (complete) {
@@ -55,10 +55,10 @@ __global__ void __launch_bounds__(512) pull_two_shot_kernel(const __grid_constan
       const uint64_t i = rank * groups + g;
       if (i >= packs) break;
       const auto part = [&](uint32_t r) {
-        return r == rank ? load_pack(input, i, p.numel, input_aligned) : staged(r, i);
+        return r == rank ? load_pack(input, i, p.numel, input_aligned) : load_once(staged(r, i));
       };
       const Pack<T> result = reduce_ranks<T, kRanks>(p, part);
-      staged(rank, i) = result;
+      *staged(rank, i) = result;
       store_pack(output, i, p.numel, output_aligned, result);
     }
     complete = p.pull.sync<true, false>(p.key, DeviceWait(p.wait));
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(512) pull_two_shot_kernel(const __grid_constan
     }
     Pack<T> held[kHeld];
     const auto load = [&](uint32_t s, uint64_t i) {
-      held[s % kHeld] = staged(s, i);
+      held[s % kHeld] = load_once(staged(s, i));
       if constexpr (kRanks == 0) store_pack(output, i, p.numel, output_aligned, held[0]);
     };
     for_other_shares(g, load);
