@@ -3,6 +3,7 @@
 // symbol.
 #include <torch/csrc/stable/library.h>
 
+#include <cstring>
 #include <optional>
 
 #include "cuda/check.h"
@@ -264,6 +265,20 @@ std::vector<int64_t> cuda_probe(std::string group_name, int64_t phase) {
   return cuda::of(*find_group(group_name)).probe(static_cast<int>(phase));
 }
 
+/// The handle's 8-byte words.
+std::vector<int64_t> cuda_handle(std::string group_name, int64_t channel) {
+  const DeviceHandle handle = cuda::of(*find_group(group_name)).handle(channel);
+  std::vector<int64_t> words(sizeof handle / sizeof(int64_t));
+  static_assert(sizeof handle % sizeof words[0] == 0);
+  std::memcpy(words.data(), &handle, sizeof handle);
+  return words;
+}
+
+std::vector<int64_t> cuda_parts(std::string group_name, std::string buffer_name) {
+  const auto host = find_group(group_name);
+  return cuda::of(*host).parts(host->buffer(buffer_name));
+}
+
 void cuda_rebase(std::string group_name) { cuda::of(*find_group(group_name)).rebase(); }
 
 void cuda_break(std::string group_name) { cuda::of(*find_group(group_name)).break_again(); }
@@ -302,6 +317,8 @@ STABLE_TORCH_LIBRARY_IMPL(gpusync, CompositeExplicitAutograd, m) {
   m.impl("_cuda_pad_bytes", TORCH_BOX(&gpusync::cuda_pad_bytes));
   m.impl("_cuda_tune", TORCH_BOX(&gpusync::cuda_tune));
   m.impl("_cuda_probe", TORCH_BOX(&gpusync::cuda_probe));
+  m.impl("_cuda_handle", TORCH_BOX(&gpusync::cuda_handle));
+  m.impl("_cuda_parts", TORCH_BOX(&gpusync::cuda_parts));
   m.impl("_cuda_rebase", TORCH_BOX(&gpusync::cuda_rebase));
   m.impl("_cuda_break", TORCH_BOX(&gpusync::cuda_break));
   m.impl("_cuda_preset", TORCH_BOX(&gpusync::cuda_preset));

@@ -54,6 +54,8 @@ STABLE_TORCH_LIBRARY(gpusync, m) {
       "_cuda_buffer(Tensor memory, str group_name, str buffer, int[] shape, ScalarType dtype, int[] parts) "
       "-> ()");
   m.def("_cuda_probe(str group_name, int phase) -> int[]");
+  m.def("_cuda_handle(str group_name, int channel) -> int[]");
+  m.def("_cuda_parts(str group_name, str buffer) -> int[]");
   m.def("_cuda_preset(str group_name, int epoch) -> ()");
   m.def("_close(str group_name) -> ()");
   m.def("_cuda_tune(str group_name, int[] rows) -> ()");

@@ -1,4 +1,4 @@
-"""Compiles cuda/instantiate.cu and reads the code: for test_ptx.py."""
+"""Compiles cuda/instantiate.cu and reads the code, for test_ptx.py; and libraries of kernels."""
 
 from __future__ import annotations
 
@@ -49,6 +49,17 @@ def compile_to(architecture: str, csrc: Path, output: Path) -> str:
     command = [_nvcc(architecture), "-std=c++20", f"-arch=sm_{architecture}", "-Xptxas=-v"]
     command += [f"-I{csrc / 'include'}", f"-{output.suffix[1:]}", str(SOURCE), "-o", str(output)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def build_library(source: Path, architecture: str, include: str, output: Path) -> str:
+    """A shared library of kernels for sm_`architecture`; returns what the assembler said."""
+    command = [_nvcc(architecture), "-std=c++20", "-shared", f"-arch=sm_{architecture}", "-cudart", "static"]
+    command += ["-Xcompiler", "-fPIC,-Wall,-Wextra", "-Werror=all-warnings", "-Xptxas=-v"]
+    done = subprocess.run(
+        [*command, "-I", include, str(source), "-o", str(output)], capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     return done.stderr
 

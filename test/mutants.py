@@ -41,6 +41,7 @@ _MEMORY = "include/gpusync/memory_order.h"
 _SEMAPHORE = "include/gpusync/semaphore.h"
 _PULL = "include/gpusync/pull_controller.h"
 _PUSH = "include/gpusync/push_controller.h"
+_HANDLE = "include/gpusync/device_handle.h"
 _DEVICE_WAIT = "include/gpusync/device_wait.h"
 _SIGNAL = "include/gpusync/signal_controller.h"
 _KEPT = "cuda/kept_memory.h"
@@ -414,6 +415,19 @@ _STRESS = (
         ),
         "keeping rounds=10",
         "while a graph had it",
+    ),
+    Mutant(
+        "handle_of_any_version",
+        (Edit(_HANDLE, "if (head[0] != kVersion || head[1]", "if (head[1]"),),
+        "kernels rounds=1",
+        "a handle of another version was accepted",
+    ),
+    Mutant(
+        # The next launch has more blocks, and they do not agree on the half.
+        "each_block_counts_for_itself",
+        (Edit(_PUSH, "b < blocks; b += block::lanes()) exit_unsafe(b);", "false; ) exit_unsafe(b);"),),
+        "kernels rounds=1",
+        "the other block's count",
     ),
 )
 

@@ -62,6 +62,7 @@ GOLDEN = {
     "push_epoch": "ld.global.32 st.global.32",
     "push_call": "ld.global.32 st.global.32",
     "push_exit": "bar.sync ld.global.32 st.global.32",
+    "push_exit_all": "bar.sync ld.global.32 st.global.32 ld.global.32 st.global.32",
     "push_exit_unsafe": "ld.global.32 st.global.32",
 }
 # Another layout of the same: the lanes that do not wait go to the `bar.red` at once, and it may stand before the waiting one's.

@@ -67,5 +67,16 @@ class SymmetricBuffer:
         part: torch.Tensor = self.sync._call(op, self.name, rank, shape, offset, self.dtype)
         return part
 
+    def device_pointers(self) -> list[int]:
+        """The address of every rank's part, as mapped into this process, for CUDA kernels of your own.
+
+        Indexed by rank; row-major, of :attr:`shape` and :attr:`dtype`, aligned to 128 bytes. Valid as long as the
+        group is open. See :meth:`SyncGroup.device_handle` for what orders accesses there.
+
+        Raises:
+            SyncError: the group is on the CPU, or closed.
+        """
+        return list(self.sync._ask_device("device_pointers", ops._cuda_parts, self.name))
+
     def __repr__(self) -> str:
         return f"SymmetricBuffer({self.name!r}, {list(self.shape)}, {self.dtype}, group={self.sync.name!r})"

@@ -58,6 +58,7 @@ class _Reason(IntEnum):
     BAD_OFFSET = 4
     RESET = 5
     CROSSED = 6
+    BAD_GRID = 7
 
 
 def failure(group: str, message: str | None = None) -> SyncError | None:

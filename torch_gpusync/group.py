@@ -2,6 +2,7 @@
 
 import os
 import socket
+import struct
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -325,13 +326,6 @@ class SyncGroup(SyncMethods):
         self._ask(ops._set_timeout, seconds)
         self._timeout = seconds
 
-    def _ask(self, op: Any, *arguments: Any) -> Any:
-        """Run an op that takes no token."""
-        try:
-            return op(self.name, *arguments)
-        except RuntimeError as error:
-            raise errors.translate(error, self.name) from None
-
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricBuffer:
         """Make a symmetric buffer, zeroed. Collective, bounded by the timeout.
 
@@ -424,6 +418,27 @@ class SyncGroup(SyncMethods):
                 set-up calls, the group is closed, or its process group was destroyed.
         """
         reset.reset(self)
+
+    def device_handle(self, channel: int = 0) -> bytes:
+        """One channel of the group as a plain struct for CUDA kernels of your own: ``gpusync::DeviceHandle``.
+
+        Not collective. It is a copy: ``DeviceHandle::from_bytes`` of ``gpusync/device_handle.h`` (in
+        :func:`torch_gpusync.include_path`) takes it, and the kernel gets it by value. Memory and counters behind it
+        are the group's: it is the same at every call, holds in captured graphs, outlives :meth:`reset`, and is valid
+        as long as the group is open. Wait for your kernels before :meth:`close`, which knows of the ops alone.
+
+        A kernel's waits are bounded by the timeout and break the group as an op's do; :meth:`check` then raises the
+        error, whose ``op`` is ``"user_kernel"``. What a kernel's calls order, and how kernels and ops of one channel
+        have to be ordered, is said in the header.
+
+        Args:
+            channel: which channel; give kernels one of their own unless they are to meet its ops.
+
+        Raises:
+            SyncError: the group is on the CPU or closed, or has no such channel.
+        """
+        words = self._ask_device("device_handle", ops._cuda_handle, channel)
+        return struct.pack(f"={len(words)}q", *words)
 
     def dump(self) -> str:
         """The flight record: who the ranks are and what each called last, as text."""

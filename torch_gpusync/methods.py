@@ -46,6 +46,22 @@ class SyncMethods(Collectives):
         except RuntimeError as error:
             raise errors.translate(error, self.name) from None
 
+    def _ask(self, op: Any, *arguments: Any) -> Any:
+        """Run an op that takes no token."""
+        try:
+            return op(self.name, *arguments)
+        except RuntimeError as error:
+            raise errors.translate(error, self.name) from None
+
+    def _ask_device(self, call: str, op: Any, *arguments: Any) -> Any:
+        """Run an op that only groups on GPUs have, for the method ``call``."""
+        if self.token.device.type != "cuda":
+            raise SyncError(
+                f"gpusync: {call}() is for CUDA kernels, and group '{self.name}' is on the CPU: make a "
+                "SyncGroup(device='cuda')"
+            )
+        return self._ask(op, *arguments)
+
     def barrier(self, channel: int = 0, fence: bool = True) -> None:
         """Wait until every rank has called it as often as I have.
 

@@ -74,7 +74,8 @@ bool is_meeting(Op op) {
     case Op::kReduceScatter:
     case Op::kBroadcast:
     case Op::kAllToAll:
-    case Op::kReduce: return true;
+    case Op::kReduce:
+    case Op::kUser: return true;
   }
   return false;
 }
@@ -105,6 +106,7 @@ const char* name(Op op) {
     case Op::kBroadcast: return "broadcast";
     case Op::kAllToAll: return "all_to_all";
     case Op::kReduce: return "reduce";
+    case Op::kUser: return "user_kernel";
   }
   return "unknown op";
 }
@@ -161,7 +163,11 @@ std::string describe(const CallRecord& record) {
   std::string rest;
   if (record.channel >= 0) rest += "channel=" + std::to_string(record.channel);
   if (record.peer >= 0) rest += (rest.empty() ? "rank=" : ", rank=") + std::to_string(record.peer);
-  if (record.op == Op::kBarrier || record.op == Op::kPullEnd) {
+  if (record.op == Op::kUser) {
+    rest += (rest.empty() ? "key=" : ", key=") + std::to_string(record.sizes[0]);
+    rest += ", blocks=" + std::to_string(record.sizes[1]);
+  }
+  if (record.op == Op::kBarrier || record.op == Op::kPullEnd || record.op == Op::kUser) {
     rest += record.fence ? ", fence=True" : ", fence=False";
   }
   return rest.empty() ? text : text + "(" + rest + ")";

@@ -21,8 +21,8 @@ struct CallRecord {
   int16_t peer = -1;     // of signal, wait_signal, put, get
   uint8_t ndim = 0;      // of the payload; beyond kRecordedDims only the first are kept
   bool fence = false;
-  uint16_t skipped = 0;  // of a collective: how many calls without elements came before
-  int64_t sizes[kRecordedDims] = {};
+  uint16_t skipped = 0;               // of a collective: how many calls without elements came before
+  int64_t sizes[kRecordedDims] = {};  // of a kernel of the user's own: its key and its blocks
 };
 
 inline constexpr uint32_t kRecordWords = 8;

@@ -47,6 +47,11 @@ CallRecord from_slot(uint64_t slot) {
   call.number = static_cast<uint32_t>(slot);
   call.op = op_of(fingerprint);
   call.fence = fence_of(fingerprint);
+  if (call.op == Op::kUser) {
+    call.sizes[0] = key_of(fingerprint);
+    call.sizes[1] = blocks_of(fingerprint);
+    return call;
+  }
   call.dtype = dtype_of(fingerprint);
   call.reduce_op = reduce_op_of(fingerprint);
   call.algo = algo_of(fingerprint);
@@ -259,6 +264,7 @@ void Group::write_failure(Reason reason, const CallRecord& call, double waited, 
       (reason == Reason::kReset ? "reset" : name(call.op)) + ("(group='" + m_config.name + "'");
   if (call.channel >= 0) text += ", channel=" + std::to_string(call.channel);
   if (call.number != 0) text += ", call " + std::to_string(call.number);
+  if (call.op == Op::kUser) text += ", key=" + std::to_string(call.sizes[0]);
   text += ") on rank " + std::to_string(rank) + " (global " + std::to_string(mine.global_rank) + ", host " +
           mine.host + ", pid " + std::to_string(mine.pid) + ") ";
   switch (reason) {
@@ -278,6 +284,9 @@ void Group::write_failure(Reason reason, const CallRecord& call, double waited, 
               " and does not match what other ranks called, which wait for one another:" + list_calls(record);
       break;
     case Reason::kBadOffset: text += "got an offset, in a device tensor, that lies outside the buffer"; break;
+    case Reason::kBadGrid:
+      text += "was launched with more than max_blocks blocks, or in more than one dimension";
+      break;
     case Reason::kReset: text += "was begun, and not all ranks have ended it"; break;
     case Reason::kInterrupted:
     case Reason::kNone: text += "was interrupted by SIGINT after " + seconds(waited); break;
@@ -308,11 +317,18 @@ void Group::take_over_device_failure() {
     if (calls != 0) call = page(device.rank).ring.read(calls);
   }
   if (device.channel < m_config.channels) call.channel = static_cast<int16_t>(device.channel);
-  write_failure(reason == DeviceReason::kTimeout    ? Reason::kTimeout
-                : reason == DeviceReason::kMismatch ? Reason::kMismatch
-                                                    : Reason::kBadOffset,
-                call, static_cast<double>(device.waited_ns) * 1e-9, device.missing, device.rank,
-                reason == DeviceReason::kMismatch ? device.seen : nullptr);
+  const auto translate = [](DeviceReason why) {
+    switch (why) {
+      case DeviceReason::kTimeout: return Reason::kTimeout;
+      case DeviceReason::kMismatch: return Reason::kMismatch;
+      case DeviceReason::kBadOffset: return Reason::kBadOffset;
+      case DeviceReason::kBadGrid: return Reason::kBadGrid;
+      case DeviceReason::kNone: break;
+    }
+    return Reason::kNone;
+  };
+  write_failure(translate(reason), call, static_cast<double>(device.waited_ns) * 1e-9, device.missing,
+                device.rank, reason == DeviceReason::kMismatch ? device.seen : nullptr);
   move_state(deciding, deciding.with(m_config.rank, Phase::kBroken));
 }
 

@@ -31,7 +31,16 @@ struct State {
   State with(uint32_t rank, Phase phase) const { return make(generation(), rank, phase); }
 };
 
-enum class Reason : uint32_t { kNone, kTimeout, kMismatch, kInterrupted, kBadOffset, kReset, kCrossed };
+enum class Reason : uint32_t {
+  kNone,
+  kTimeout,
+  kMismatch,
+  kInterrupted,
+  kBadOffset,
+  kReset,
+  kCrossed,
+  kBadGrid,
+};
 
 /// Why the group is broken: written by a rank that decides so, before it moves the state to kBroken. The
 /// state names the rank whose record counts: one that was stopped while it decided may come back and still

@@ -14,8 +14,7 @@
 #include <vector>
 
 #include "cpu/group.h"
-#include "gpusync/device_wait.h"
-#include "gpusync/push_controller.h"
+#include "gpusync/device_handle.h"
 #include "kept_memory.h"
 #include "pad.h"
 
@@ -100,6 +99,11 @@ class Group {
   /// ranks whose mapping does not work. Phase 0 writes, phase 1 checks what the peers wrote here, phase 2
   /// what is read from them.
   std::vector<int64_t> probe(int phase);
+
+  // --- handle.cpp: what kernels of the user's own are given
+  DeviceHandle handle(int64_t channel) const;
+  /// Every rank's part of the buffer, as mapped into this process.
+  std::vector<int64_t> parts(const cpu::Buffer& buffer) const { return device_buffer(buffer).parts; }
 
   /// Sets every counter of this rank, and what its peers have told it, to `epoch`, as if so many calls had
   /// been made. On all ranks, while none of their kernels runs.

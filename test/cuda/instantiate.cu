@@ -126,6 +126,10 @@ extern "C" __global__ void push_call(const __grid_constant__ PushController push
 
 extern "C" __global__ void push_exit(const __grid_constant__ PushController push) { push.exit(); }
 
+extern "C" __global__ void push_exit_all(const __grid_constant__ PushController push, uint32_t blocks) {
+  push.exit_all(blocks);
+}
+
 extern "C" __global__ void push_exit_unsafe(const __grid_constant__ PushController push, uint32_t block) {
   push.exit_unsafe(block);
 }

@@ -1,6 +1,6 @@
 """Runs the GPU tests from a wheel: `make test-gpu PYTHON=... WHEEL=...`. Needs one NVIDIA GPU, a Python with torch 2.11 or
 later and pytest, and no network: the wheel is unpacked into a folder of its own (with pytest's wheels, should they lie
-beside it and pytest be missing).
+beside it and pytest be missing). The part `kernels` needs nvcc and g++ as well, for it compiles a user's kernel.
 
 The tests run in parts, each a process of its own under a watchdog that ends all that it has started. Parts with ranks
 side by side on the GPU get NVIDIA's MPS daemon, which is ended afterwards in any case. The log goes to --log, what has
@@ -44,6 +44,7 @@ PARTS = {
     "graphs": Part(("test_gpu_streams.py", "test_gpu_graphs.py"), 240),
     "faults": Part(("test_gpu_faults.py", "test_gpu_reset.py"), 240),
     "setup": Part(("test_gpu_setup.py", "test_gpu_lifetime.py"), 240),
+    "kernels": Part(("test_gpu_kernels.py",), 240),
     "mps": Part(("test_gpu_processes.py",), 240, processes=True, mps=True),
     "processes": Part(("test_gpu_processes.py",), 240, processes=True),
     "compile": Part(("test_gpu_compile.py",), 470, processes=True, mps=True),

@@ -3,18 +3,19 @@
 #include <algorithm>
 #include <cstring>
 
-#include "gpusync/device_wait.h"
-#include "gpusync/pull_controller.h"
+#include "gpusync/device_handle.h"
 #include "stress.h"
 
 namespace stress {
 namespace {
 
 using gpusync::DeviceFailure;
+using gpusync::DeviceHandle;
 using gpusync::DeviceReason;
 using gpusync::DeviceStatus;
-using gpusync::DeviceWait;
+using gpusync::Mailbox;
 using gpusync::PullController;
+using gpusync::PushController;
 using gpusync::Semaphore;
 using gpusync::WaitContext;
 using gpusync::WaitEscape;
@@ -23,10 +24,13 @@ namespace escape = gpusync::escape;
 /// What a rank's pad holds; and, in rank 0's, what the hosts share.
 struct Pad {
   Semaphore semaphores[PullController::kStages];
+  Mailbox mailbox;
+  uint32_t push_calls[2];
   alignas(gpusync::kLineBytes) uint32_t status;
   alignas(gpusync::kLineBytes) uint32_t claim;
   alignas(gpusync::kLineBytes) uint64_t timeout_ns;
   uint64_t gone;
+  uint64_t word[3];  // from the rank before this one
   DeviceFailure failure;
 };
 static_assert(sizeof(Pad) + alignof(Pad) <= Rank::kBoardWords * sizeof(uint64_t));
@@ -36,10 +40,11 @@ Pad& pad(const Rank& rank, uint32_t owner) {
   return *reinterpret_cast<Pad*>((address + alignof(Pad) - 1) / alignof(Pad) * alignof(Pad));
 }
 
-/// One rank's kernels.
+/// One rank's kernels, on a handle that has been bytes, as a user's are.
 class Kernels {
  public:
-  explicit Kernels(const Rank& rank) : m_pull(make_pull(rank)) {
+  explicit Kernels(const Rank& rank)
+      : m_handle(make_handle(rank, {&pad(rank, rank.id()).status, &m_escape, 7})) {
     Pad& shared = pad(rank, 0);
     m_escape.claim = &shared.claim;
     for (uint32_t r = 0; r < rank.ranks(); ++r) m_escape.status[r] = &pad(rank, r).status;
@@ -48,32 +53,90 @@ class Kernels {
     m_escape.gone = &shared.gone;
     m_escape.rank = rank.id();
     m_escape.world_size = rank.ranks();
-    m_context = {m_escape.status[rank.id()], &m_escape, 7};
   }
 
-  bool barrier(uint32_t fingerprint = 1) {
-    return m_pull.sync<true, true>(fingerprint, DeviceWait(m_context));
-  }
+  bool barrier(uint32_t key = 1) { return m_handle.barrier(key); }
   /// A wait has expired, and whoever was missing comes in time. Returns what was decided.
   bool decide_well() {
     bool whole = false;
     return escape::move_claim(m_escape, 0, 1 + m_escape.rank) &&
-           escape::decide(m_context, m_pull.own(), 1, false, 1, whole, [] { return uint64_t{0}; }) && whole;
+           escape::decide(m_handle.wait, m_handle.pull.own(), 1, false, 1, whole,
+                          [] { return uint64_t{0}; }) &&
+           whole;
   }
-  DeviceStatus status() const { return escape::status(m_context.status); }
+  DeviceStatus status() const { return escape::status(m_handle.wait.status); }
+  const DeviceHandle& handle() const { return m_handle; }
   const WaitEscape& group() const { return m_escape; }
 
  private:
-  static PullController make_pull(const Rank& rank) {
+  static DeviceHandle make_handle(const Rank& rank, WaitContext context) {
     Semaphore* rows[gpusync::kMaxRanks];
-    for (uint32_t r = 0; r < rank.ranks(); ++r) rows[r] = pad(rank, r).semaphores;
-    return {rows, rank.id(), rank.ranks()};
+    Mailbox* mailboxes[gpusync::kMaxRanks];
+    for (uint32_t r = 0; r < rank.ranks(); ++r) {
+      rows[r] = pad(rank, r).semaphores;
+      mailboxes[r] = &pad(rank, r).mailbox;
+    }
+    const DeviceHandle made{DeviceHandle::kVersion,
+                            sizeof(DeviceHandle),
+                            rank.id(),
+                            rank.ranks(),
+                            2,
+                            context,
+                            {rows, rank.id(), rank.ranks()},
+                            {mailboxes, rank.id(), rank.ranks()},
+                            PushController(pad(rank, rank.id()).push_calls)};
+    char bytes[sizeof made + 1];
+    char* odd = bytes + 1;  // bytes of Python's may lie anywhere
+    std::memcpy(odd, &made, sizeof made);
+    return DeviceHandle::from_bytes(odd, sizeof made);
   }
 
-  PullController m_pull;
   WaitEscape m_escape{};
-  WaitContext m_context{};
+  DeviceHandle m_handle;
 };
+
+// A key of up to 19 bits is what messages show, and a larger one still differs from it.
+static_assert(gpusync::key_of(gpusync::user_key(4096, 128, true)) == 4096);
+static_assert(gpusync::blocks_of(gpusync::user_key(~0u, 128, false)) == 128);
+static_assert(gpusync::op_of(gpusync::user_key(~0u, 128, true)) == gpusync::Op::kUser);
+static_assert(gpusync::user_key(1, 1, true) != gpusync::user_key(1 | 1u << 30, 1, true));
+
+/// What is no handle, or one of another library's, is refused.
+void refuse(const Rank& rank, const DeviceHandle& handle) {
+  const auto expect_refusal = [&](const void* data, size_t size, const char* what) {
+    try {
+      DeviceHandle::from_bytes(data, size);
+    } catch (const std::runtime_error&) {
+      return;
+    }
+    rank.fail("a handle %s was accepted", what);
+  };
+  DeviceHandle other = handle;
+  expect_refusal(&other, 0, "of no bytes");
+  expect_refusal(&other, sizeof other - 1, "that lacks a byte");
+  other.version += 1;
+  expect_refusal(&other, sizeof other, "of another version");
+  other = handle;
+  other.bytes += 8;
+  expect_refusal(&other, sizeof other, "of another size");
+}
+
+/// A message around the ring, and two turns of the double buffer.
+void pass_signals(const Rank& rank, const DeviceHandle& handle) {
+  const uint32_t next = (rank.id() + 1) % rank.ranks();
+  const uint32_t previous = (rank.id() + rank.ranks() - 1) % rank.ranks();
+  Pad& mine = pad(rank, rank.id());
+  for (uint32_t k = 0; k < 3; ++k) {
+    rank.expect(handle.push_epoch(), k % 2, "the half", rank.id());
+    // Block 0 counts for a block that has not run, too.
+    rank.expect(mine.push_calls[1], k, "the other block's count", rank.id());
+    pad(rank, next).word[k] = 100 * k + rank.id();
+    handle.signal(next);
+    if (!handle.wait_signal(previous)) rank.fail("a signal was given up");
+    rank.expect(mine.word[k], 100 * k + previous, "the message", previous);
+    handle.push_exit();
+  }
+}
 
 enum Scene : uint32_t {
   kAllCome,          // one of them late, but in time
@@ -110,7 +173,9 @@ void kernels(Rank& rank) {
     switch (scene) {
       case kAllCome:
         if (is_odd) Rank::spin_until(start + 0.05);
-        passed = mine.barrier() && mine.barrier();
+        refuse(rank, mine.handle());
+        pass_signals(rank, mine.handle());
+        passed = mine.barrier() && mine.handle().pull_start(2) && mine.handle().pull_end<true>(3);
         break;
       case kNeverComes:
         if (!is_odd) passed = mine.barrier();

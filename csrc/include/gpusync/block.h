@@ -32,6 +32,24 @@ GPUSYNC_HD uint32_t index() {
 #endif
 }
 
+/// How many blocks take part.
+GPUSYNC_HD uint32_t count() {
+#if defined(__CUDA_ARCH__)
+  return gridDim.x;
+#else
+  return 1;
+#endif
+}
+
+/// Is the launch what the above takes it for, of one dimension?
+GPUSYNC_HD bool is_flat() {
+#if defined(__CUDA_ARCH__)
+  return gridDim.y == 1 && gridDim.z == 1 && blockDim.y == 1 && blockDim.z == 1;
+#else
+  return true;
+#endif
+}
+
 /// Orders the block's lanes: what any did before is visible to all after.
 GPUSYNC_HD void barrier() {
 #if defined(__CUDA_ARCH__)

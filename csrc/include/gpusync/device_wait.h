@@ -23,7 +23,7 @@ namespace gpusync {
 
 enum class DeviceStatus : uint32_t { kWhole = 0, kDeciding = 1, kBroken = 2 };
 
-enum class DeviceReason : uint32_t { kNone = 0, kTimeout = 1, kMismatch = 2, kBadOffset = 3 };
+enum class DeviceReason : uint32_t { kNone = 0, kTimeout = 1, kMismatch = 2, kBadOffset = 3, kBadGrid = 4 };
 
 /// Why a group broke on the device: in host memory that is mapped into every rank's device. `reason` is
 /// written last.

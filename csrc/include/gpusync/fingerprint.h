@@ -23,6 +23,7 @@ enum class Op : uint8_t {
   kBroadcast,
   kAllToAll,
   kReduce,
+  kUser,  // a call in a kernel of the user's own
 };
 
 enum class DType : uint8_t { kNone, kFloat32, kFloat64, kFloat16, kBFloat16, kInt32, kInt64, kOther };
@@ -65,5 +66,20 @@ GPUSYNC_HD constexpr ReduceOp reduce_op_of(uint32_t fingerprint) {
   return static_cast<ReduceOp>(fingerprint >> 19 & 7);
 }
 GPUSYNC_HD constexpr Algo algo_of(uint32_t fingerprint) { return static_cast<Algo>(fingerprint >> 16 & 7); }
+
+inline constexpr uint32_t kUserKeyBits = 19;
+
+/// The fingerprint of a call in a kernel of the user's own: op and fence as above, in 7 bits how many blocks
+/// make it (1 to 128), and the user's key: kept as it is below 2^19, else with its upper bits folded in.
+GPUSYNC_HD constexpr uint32_t user_key(uint32_t key, uint32_t blocks, bool fence) {
+  return static_cast<uint32_t>(Op::kUser) << 27 | static_cast<uint32_t>(fence) << 26 |
+         ((blocks - 1) & 0x7f) << kUserKeyBits | ((key ^ key >> kUserKeyBits) & ((1u << kUserKeyBits) - 1));
+}
+GPUSYNC_HD constexpr uint32_t key_of(uint32_t fingerprint) {
+  return fingerprint & ((1u << kUserKeyBits) - 1);
+}
+GPUSYNC_HD constexpr uint32_t blocks_of(uint32_t fingerprint) {
+  return (fingerprint >> kUserKeyBits & 0x7f) + 1;
+}
 
 }  // namespace gpusync

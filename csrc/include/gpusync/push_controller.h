@@ -26,6 +26,14 @@ class PushController {
     if (block::lane() == 0) exit_unsafe(block::index());
   }
 
+  /// As exit(); block 0 counts also for those of `blocks` blocks that this call does without. So the blocks
+  /// of a call agree on its half however many the calls before had.
+  GPUSYNC_HD void exit_all(uint32_t blocks) const {
+    exit();
+    if (block::index() != 0) return;
+    for (uint32_t b = block::count() + block::lane(); b < blocks; b += block::lanes()) exit_unsafe(b);
+  }
+
   /// Ends the call of block `index` without a barrier: one lane, after the block has been ordered in another
   /// way.
   GPUSYNC_HD void exit_unsafe(uint32_t index) const { m_calls[index] += 1; }
