@@ -224,6 +224,15 @@ Tensor all_to_all(Tensor token, std::string group_name, Tensor x) {
                   shape_of_exchange(x, "all_to_all", call.host().world_size(), call.host().world_size()));
 }
 
+Tensor cuda_ping_pong(Tensor token, std::string group_name, int64_t peer, int64_t first, int64_t rounds,
+                      bool fence) {
+  const Call call(token, group_name);
+  Tensor result = torch::stable::new_empty(token, {1}, ScalarType::Long);
+  call.group().ping_pong(call.launch(), peer, first, rounds, fence,
+                         static_cast<int64_t*>(result.mutable_data_ptr()));
+  return result;
+}
+
 int64_t cuda_pad_bytes(int64_t channels, int64_t staging_bytes) {
   return static_cast<int64_t>(
       cuda::PadLayout(static_cast<uint32_t>(channels), static_cast<size_t>(staging_bytes)).total_bytes());
@@ -311,6 +320,7 @@ STABLE_TORCH_LIBRARY_IMPL(gpusync, CUDA, m) {
   m.impl("all_to_all", TORCH_BOX(&gpusync::all_to_all));
   m.impl("_cuda_open", TORCH_BOX(&gpusync::cuda_open));
   m.impl("_cuda_buffer", TORCH_BOX(&gpusync::cuda_buffer));
+  m.impl("_cuda_ping_pong", TORCH_BOX(&gpusync::cuda_ping_pong));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gpusync, CompositeExplicitAutograd, m) {

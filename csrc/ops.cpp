@@ -77,6 +77,12 @@ STABLE_TORCH_LIBRARY(gpusync, m) {
       "_all_reduce(Tensor(a!) token, str group_name, Tensor x, str reduce_op=\"sum\", str algo=\"auto\") -> "
       "Tensor");
 
+  // The benchmark's: nanoseconds (one int64) of so many round trips of a word between this rank's pad and the
+  // peer's, who calls it too; -1 when the peer stayed away. Numbers from `first` on must be new to both.
+  m.def(
+      "_cuda_ping_pong(Tensor(a!) token, str group_name, int peer, int first, int rounds, bool fence) -> "
+      "Tensor");
+
   // What the library was compiled for: "80,90,100,100+ptx", or nothing.
   m.def("_cuda_architectures() -> str");
 

@@ -86,6 +86,13 @@ class Group {
   void exchange(const Launch& launch, const cpu::Exchange& what, const void* input, void* output,
                 const cpu::Payload& payload, uint64_t poison);
 
+  // --- latency.cu
+  static constexpr int64_t kMaxPingPongRounds = 10'000;
+  /// `*elapsed_ns`, in device memory: what `rounds` round trips to `peer`, who calls it too, took; -1 when it
+  /// did not come within about a second. The numbers `first` to `first + rounds` must be new to both.
+  void ping_pong(const Launch& launch, int64_t peer, int64_t first, int64_t rounds, bool fence,
+                 int64_t* elapsed_ns);
+
   /// What `auto` chooses and how wide a launch is, by payload; rows in ascending order of max_bytes.
   struct TuningRow {
     uint64_t max_bytes;

@@ -73,6 +73,7 @@ void Group::preload() const {
   preload_buffers();
   preload_collectives();
   preload_exchanges();
+  preload_latency();
 }
 
 template <bool kFence, bool kStart>

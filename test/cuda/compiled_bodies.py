@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_ranks import DEVICE, late
+from gpu_ranks import DEVICE, late, take_gpu
 from ordering_designs import CHANNEL, MEMBERS, N, Shipped
 from ordering_programs import PROGRAMS
 from torch import Tensor
@@ -258,6 +258,7 @@ def ordering(rank: int, name: str, mode: str) -> list[str]:
 
 def under_compile(rank: int, mode: str) -> dict[str, list[str]]:
     """All checks of one mode, in one process a rank: importing the compiler takes longer than any of them."""
+    take_gpu(rank)
     sync = SyncGroup(device=DEVICE, name="first")
     other = SyncGroup(device=DEVICE, name="second")
     sync.timeout = other.timeout = 60.0  # a rank may compile while its peers wait
@@ -276,5 +277,6 @@ def under_compile(rank: int, mode: str) -> dict[str, list[str]]:
 
 def in_order(rank: int) -> int:
     """The ops of a step, as check_order saw them in eager mode and compiled without CUDA graphs."""
+    take_gpu(rank)
     step = Step(SyncGroup(device=DEVICE, timeout=60.0), SyncGroup(device=DEVICE, name="other", timeout=60.0))
     return len(check_order(step.forward, step.data(rank, 3).to(DEVICE), backend="aot_eager", fullgraph=True))

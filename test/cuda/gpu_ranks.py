@@ -28,6 +28,9 @@ from torch_gpusync.testing import run_ranks, run_threads
 
 DEVICE = os.environ.get("GPUSYNC_TEST_DEVICE", "cuda")
 ON_GPU = DEVICE == "cuda"
+RANKS = int(
+    os.environ.get("GPUSYNC_TEST_RANKS", "3")
+)  # of processes: fewer where each has a GPU and there are but two
 TIMEOUT = 20.0  # seconds that a wait of a test may take that is not about timeouts
 
 _MARGIN, _CANARY = 4096, 0xA5
@@ -124,7 +127,7 @@ def drive(
 def in_processes(
     body: Callable[..., Any],
     *args: Any,
-    n: int = 3,
+    n: int = RANKS,
     timeout: float = 90.0,
     env: Mapping[str, str] | None = None,
     lost: Sequence[int] = (),
@@ -135,9 +138,14 @@ def in_processes(
     return run_ranks(_in_process, n, body, args, breaks, timeout=timeout, env=env, lost=lost)
 
 
-def _in_process(rank: int, body: Callable[..., Any], args: tuple[Any, ...], breaks: bool) -> Any:
+def take_gpu(rank: int) -> None:
+    """Makes a GPU the process's current one: ranks have one each, as far as there are enough."""
     if ON_GPU:
-        torch.cuda.set_device(rank % torch.cuda.device_count())  # one each, as far as there are enough
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+
+
+def _in_process(rank: int, body: Callable[..., Any], args: tuple[Any, ...], breaks: bool) -> Any:
+    take_gpu(rank)
     sync = SyncGroup(device=DEVICE, timeout=TIMEOUT)
     result = body(sync, *args)
     if not breaks:

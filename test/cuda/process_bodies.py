@@ -163,23 +163,40 @@ def wait_for_one(sync: SyncGroup) -> str:
     return text
 
 
+def bounces(sync: SyncGroup, rounds: int) -> None:
+    """A word's way to the peer and back, timed. A peer that stays away ends it, and breaks nothing."""
+    op, rank = torch.ops.gpusync._cuda_ping_pong, sync.rank
+    if rank < 2:
+        for first, fence in ((1, False), (100_000, True)):
+            taken = op(sync.token, sync.name, 1 - rank, first, rounds, fence)
+            assert 0 < int(taken.item()) < 2e9, (fence, taken)
+    if rank == 0:
+        assert int(op(sync.token, sync.name, 1, 200_000, rounds, False).item()) == -1
+    for peer, first, number in ((rank, 1, 1), (1 - min(rank, 1), 0, 1), (1 - min(rank, 1), 1, 0)):
+        expect(RuntimeError, "needs another rank", op, sync.token, sync.name, peer, first, number, False)
+    messages(sync, 5)
+
+
 def call_different_things(sync: SyncGroup) -> None:
     """Small sizes, which are pushed, and large ones."""
     start = time.monotonic()
-    y = sync.all_reduce(torch.ones(10 + (sync.rank == 2), device=DEVICE))
+    last = sync.world_size - 1
+    y = sync.all_reduce(torch.ones(10 + (sync.rank == last), device=DEVICE))
     torch.cuda.synchronize()
     assert time.monotonic() - start < 5.0 and y.isnan().all()
     error = expect(SyncMismatchError, "all_reduce", sync.check)
-    assert error.calls[0] == error.calls[1] != error.calls[2], error.calls
+    assert len({error.calls[rank] for rank in range(last)}) == 1, error.calls
+    assert error.calls[0] != error.calls[last], error.calls
     _go_on(range(sync.world_size))
     sync.close()
 
 
 def lose_one(sync: SyncGroup, busy: bool) -> str:
-    """Rank 2 is killed; `busy`: while a kernel of it waits for the others. They are told that it is dead, and go on
+    """The last rank is killed; `busy`: while a kernel of it waits for the others. They are told that it is dead, and go on
     without it."""
+    last = sync.world_size - 1
     messages(sync, 5)
-    if sync.rank == 2:
+    if sync.rank == last:
         if busy:
             sync.barrier(5)
         else:
@@ -195,9 +212,9 @@ def lose_one(sync: SyncGroup, busy: bool) -> str:
     sync.barrier()
     torch.cuda.synchronize()
     assert time.monotonic() - start < 6.0
-    error = expect(SyncTimeoutError, f"rank 2 .*pid {victim}, dead", sync.check)
-    assert (error.op, error.missing_ranks) == ("barrier", [2])
-    _go_on(range(2))
+    error = expect(SyncTimeoutError, f"rank {last} .*pid {victim}, dead", sync.check)
+    assert (error.op, error.missing_ranks) == ("barrier", [last])
+    _go_on(range(last))
     sync.close()
     return str(error)
 

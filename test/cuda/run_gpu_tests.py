@@ -37,6 +37,7 @@ class Part:
     limit: float  # seconds
     processes: bool = False  # each rank is one; else they are streams of one
     mps: bool = False
+    own_gpus: bool = False  # needs two or more, one for each rank; run only when it is asked for
 
 
 PARTS = {
@@ -47,6 +48,7 @@ PARTS = {
     "kernels": Part(("test_gpu_kernels.py",), 240),
     "mps": Part(("test_gpu_processes.py",), 240, processes=True, mps=True),
     "processes": Part(("test_gpu_processes.py",), 240, processes=True),
+    "gpus": Part(("test_gpu_processes.py",), 240, processes=True, own_gpus=True),
     "compile": Part(("test_gpu_compile.py",), 470, processes=True, mps=True),
     "sanitizer": Part(("test_gpu_sanitizer.py",), 240),
 }
@@ -135,9 +137,22 @@ def mps(folder: Path) -> Iterator[dict[str, str]]:
 # ---- a part
 
 
-def run_part(name: str, part: Part, python: str, env: dict[str, str], log: IO[str], limit: float) -> Result:
+def run_part(
+    name: str, part: Part, python: str, env: dict[str, str], log: IO[str], limit: float, select: str = ""
+) -> Result:
     result, started = Result(), time.monotonic()
-    command = [python, "-m", "pytest", "-v", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "-v",
+        "--tb=short",
+        "--color=no",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        select,
+    ]
     log.write(f"\n######## {name}\n")
     log.flush()
     begin = log.tell()
@@ -199,6 +214,15 @@ def describe_gpu(python: str, env: dict[str, str]) -> str:
     return found.stdout.strip() + driver
 
 
+def count_gpus(python: str, env: dict[str, str]) -> int:
+    """As torch sees them."""
+    code = "import torch; print(torch.cuda.device_count())"
+    found = subprocess.run(
+        [python, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=True
+    )
+    return int(found.stdout)
+
+
 def preload(python: str, env: dict[str, str]) -> dict[str, str]:
     """The environment that lets ranks be forked from a process that has imported the compiler, which saves seconds for
     each; nothing where that does not work, for such a process must not have touched CUDA."""
@@ -248,13 +272,16 @@ def main() -> int:
     )
     parser.add_argument("--python", default=sys.executable, help="the Python whose torch is used")
     parser.add_argument("--wheel", required=True, type=Path, help="the torch_gpusync wheel under test")
-    parser.add_argument("--part", default="", help=f"some of {','.join(PARTS)}; default: all")
+    parser.add_argument("--part", default="", help=f"some of {','.join(PARTS)}; default: all but gpus")
+    parser.add_argument("--select", default="", help="only tests with this in their names (pytest's -k)")
     parser.add_argument(
         "--log", default="build/test-gpu.log", help="file for everything that the tests print"
     )
     parser.add_argument("--limit", type=float, default=TOTAL_LIMIT, help="seconds for all parts together")
     options = parser.parse_args()
-    chosen = [name for name in options.part.split(",") if name] or list(PARTS)
+    chosen = [name for name in options.part.split(",") if name] or [
+        name for name, part in PARTS.items() if not part.own_gpus
+    ]
     if unknown := [name for name in chosen if name not in PARTS]:
         stop(f"there is no part {', '.join(unknown)}: they are {', '.join(PARTS)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is below is ended
@@ -287,7 +314,14 @@ def main() -> int:
                 more = {} if part.processes else {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
                 if part.mps:
                     more = {**stack.enter_context(mps(Path(folder))), "GPUSYNC_TEST_SHARING": "mps"}
-                results[name] = run_part(name, part, options.python, {**env, **more}, log, limit)
+                if part.own_gpus:
+                    count = count_gpus(options.python, env)
+                    if count < 2:
+                        stop(f"part {name} needs two GPUs, and torch sees {count}")
+                    more = {"GPUSYNC_TEST_SHARING": "none", "GPUSYNC_TEST_RANKS": str(min(count, 3))}
+                results[name] = run_part(
+                    name, part, options.python, {**env, **more}, log, limit, options.select
+                )
     print(f"\n{gpu}")
     print(f"{'part':<12}{'passed':>8}{'failed':>8}{'seconds':>9}")
     for name, result in results.items():

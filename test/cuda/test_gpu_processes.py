@@ -1,5 +1,5 @@
-"""Ranks as processes that share one GPU: time-sliced, or side by side under MPS (GPUSYNC_TEST_SHARING, set by the
-runner; it also starts the MPS daemon)."""
+"""Ranks as processes that share one GPU, time-sliced or side by side under MPS, or have one each (GPUSYNC_TEST_SHARING, set by
+the runner; it also starts the MPS daemon)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import os
 
 import pytest
 import torch
-from gpu_ranks import in_processes
+from gpu_ranks import RANKS, in_processes
 from op_bodies import (
     ALGOS,
     Case,
     copies,
+    exchanges,
     layouts,
     messages,
     mixture,
@@ -21,6 +22,7 @@ from op_bodies import (
     signals,
 )
 from process_bodies import (
+    bounces,
     call_different_things,
     graphed_callables,
     inside_a_capture,
@@ -34,19 +36,26 @@ from test_ops import DTYPES
 from torch_gpusync import SyncGroup
 
 # Time-sliced, a barrier takes several milliseconds: a short check of correctness.
-MPS = os.environ.get("GPUSYNC_TEST_SHARING") == "mps"
+SHARING = os.environ.get("GPUSYNC_TEST_SHARING", "slices")
+MPS = SHARING == "mps"
+SIDE_BY_SIDE = SHARING in ("mps", "none")
 
 
 def ops(sync: SyncGroup) -> str:
     """Every op, eager, with delays; one set of processes, because starting them is what takes the time."""
-    messages(sync, 200 if MPS else 15)
-    signals(sync, 100 if MPS else 5)
-    pushes(sync, 60 if MPS else 5)
-    copies(sync, 3 if MPS else 1, [torch.float32, torch.bfloat16, torch.int8] if MPS else [torch.float16])
+    messages(sync, 200 if SIDE_BY_SIDE else 15)
+    signals(sync, 100 if SIDE_BY_SIDE else 5)
+    pushes(sync, 60 if SIDE_BY_SIDE else 5)
+    copies(
+        sync,
+        3 if SIDE_BY_SIDE else 1,
+        [torch.float32, torch.bfloat16, torch.int8] if SIDE_BY_SIDE else [torch.float16],
+    )
     layouts(sync)
-    mixture(sync, 2000 if MPS else 60, 5)
-    numels = (1, 515, 6000, 700_001) if MPS else (515, 70_000)
-    dtypes = DTYPES if MPS else [torch.bfloat16]
+    exchanges(sync, (1, 33, 5000) if SIDE_BY_SIDE else (5,))
+    mixture(sync, 2000 if SIDE_BY_SIDE else 60, 5)
+    numels = (1, 515, 6000, 700_001) if SIDE_BY_SIDE else (515, 70_000)
+    dtypes = DTYPES if SIDE_BY_SIDE else [torch.bfloat16]
     return reductions(
         sync, [Case(dtype, "sum", numel, 1, algo) for dtype in dtypes for numel in numels for algo in ALGOS]
     )
@@ -54,7 +63,7 @@ def ops(sync: SyncGroup) -> str:
 
 def overwriting(sync: SyncGroup) -> None:
     for algo in ALGOS[1:]:
-        overwritten(sync, 30 if MPS else 4, 70_000, algo)
+        overwritten(sync, 30 if SIDE_BY_SIDE else 4, 70_000, algo)
 
 
 def test_every_op() -> None:
@@ -62,15 +71,19 @@ def test_every_op() -> None:
 
 
 def test_many_ranks() -> None:
-    in_processes(messages, 40 if MPS else 3, n=8 if MPS else 5)
+    in_processes(messages, 40 if SIDE_BY_SIDE else 3, n={"mps": 8, "none": RANKS}.get(SHARING, 5))
 
 
 def test_case_04_inputs_are_overwritten_right_after_the_call() -> None:
     in_processes(overwriting)
 
 
+def test_a_word_there_and_back() -> None:
+    in_processes(bounces, 1000 if SIDE_BY_SIDE else 8)
+
+
 def test_case_08_replays_with_fresh_data() -> None:
-    in_processes(replays, 1000 if MPS else 15)
+    in_processes(replays, 1000 if SIDE_BY_SIDE else 15)
 
 
 def test_replays_after_close() -> None:
@@ -78,7 +91,7 @@ def test_replays_after_close() -> None:
 
 
 def test_make_graphed_callables() -> None:
-    in_processes(graphed_callables, 50 if MPS else 3)
+    in_processes(graphed_callables, 50 if SIDE_BY_SIDE else 3)
 
 
 def test_case_35_set_up_during_a_capture() -> None:
@@ -86,8 +99,8 @@ def test_case_35_set_up_during_a_capture() -> None:
 
 
 def test_case_28_a_rank_that_does_not_come() -> None:
-    first, _, third = in_processes(wait_for_one, breaks=True)
-    assert "waited 1." in first and "waited 1." in third
+    texts = in_processes(wait_for_one, breaks=True)
+    assert all("waited 1." in text for rank, text in enumerate(texts) if rank != 1)
 
 
 def test_case_10_ranks_that_call_different_things() -> None:
@@ -97,5 +110,5 @@ def test_case_10_ranks_that_call_different_things() -> None:
 # Under MPS ranks share a context's fate while kernels run: there only a rank at rest may be killed.
 @pytest.mark.parametrize("busy", [False] if MPS else [False, True])
 def test_a_killed_rank_is_missed_and_survived(busy: bool) -> None:
-    errors = in_processes(lose_one, busy, lost=[2], breaks=True)
-    assert "dead" in errors[0] and "dead" in errors[1]
+    errors = in_processes(lose_one, busy, lost=[RANKS - 1], breaks=True)
+    assert all("dead" in error for error in errors[: RANKS - 1])
