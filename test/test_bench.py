@@ -117,7 +117,8 @@ def test_a_gpu_that_is_not_there() -> None:
     ("arguments", "message"),
     [
         (["--ops", "gather"], "unknown op 'gather': choose from barrier, all_reduce"),
-        (["--device", "cuda", "--ops", "broadcast"], "broadcast is measured on CPUs only"),
+        (["--ops", "decode"], "decode is measured on GPUs only"),
+        (["--nccl-symmetric"], "--nccl-symmetric is for GPUs"),
         (["--modes", "lazy"], "unknown mode 'lazy'"),
         (["--ranks", "65"], "ranks are 1 to 64"),
         (["--sizes", "3"], "multiples of 4 bytes"),

@@ -100,6 +100,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="instead, write a table of the fastest all-reduce choices (GPUs)",
     )
+    parser.add_argument(
+        "--nccl-symmetric",
+        action="store_true",
+        help="also NCCL's all-reduce on memory registered for its symmetric kernels (GPUs, one for each rank)",
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (needs matplotlib)")
     return parser
 
@@ -126,15 +131,15 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, list[int]]:
         raise ValueError("rounds and the seconds of a sample must be positive")
     cases: list[Case] = []
     for op in ops:
-        if on_gpus and op in EXCHANGES:
-            raise ValueError(f"{op} is measured on CPUs only")
         if op == "decode":
             if not on_gpus:
                 raise ValueError("decode is measured on GPUs only: add --device cuda")
             cases += [Case(op, 2 * HIDDEN * batch) for batch in _DECODE_BATCHES]
         else:
             cases += [Case(op)] if op == "barrier" else [Case(op, size) for size in sizes]
-    return Plan(tuple(cases), sampling, modes), ranks
+    if options.nccl_symmetric and not on_gpus:
+        raise ValueError("--nccl-symmetric is for GPUs: add --device cuda")
+    return Plan(tuple(cases), sampling, modes, options.nccl_symmetric), ranks
 
 
 def _obstacle(device: str) -> str:
@@ -230,7 +235,8 @@ def _tune(path: Path, ranks: list[int], progress: _Progress) -> int:
 
 
 def _show_ranks(progress: _Progress, n: int, text: str) -> None:
-    progress.show(f"{n} ranks, {text}")
+    say = progress.line if " left out" in text else progress.show
+    say(f"{n} ranks, {text}")
 
 
 def _run_mpi(mpi: Mpi | None, n: int, plan: Plan, progress: _Progress) -> dict[Case, Series]:
@@ -247,14 +253,19 @@ def _run_mpi(mpi: Mpi | None, n: int, plan: Plan, progress: _Progress) -> dict[C
 
 
 class _Progress:
-    """On a terminal one line that changes, and lines that stay; elsewhere only the latter."""
+    """On a terminal one line that changes, and lines that stay; elsewhere lines only, of the rounds the first."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
+        self._stage = ""
 
     def show(self, text: str) -> None:
+        stage = text.partition(": round ")[0]
         if self._terminal:
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+        elif stage != self._stage:  # where a log ends, there it hung
+            print(text, file=sys.stderr, flush=True)
+        self._stage = stage
 
     def line(self, text: str) -> None:
         print(f"\r\033[K{text}" if self._terminal else text, file=sys.stderr, flush=True)

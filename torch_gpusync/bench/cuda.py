@@ -14,15 +14,17 @@ import torch.distributed as dist
 from torch_gpusync import SyncGroup
 from torch_gpusync.ops import ops
 
-from . import decode
+from . import cuda_exchange, decode
 from .cuda_peers import Peers
+from .latency import round_trips
 from .launcher import Context
-from .plan import Case, Plan
+from .plan import EXCHANGES, Case, Plan, human
 from .timing import Series, Subject, measure
 
 GRAPH_CALLS = 200  # a graph's own launch is some 10 µs: 0.05 µs a call
 _HOST_CALLS = 300  # fewer than the launch queue holds, so that the device does not hold the host up
 _HOST_SAMPLES = 9
+_LAUNCH = "a launch alone"
 ALGOS = ("auto", "pull_one_shot", "pull_two_shot", "push_one_shot")
 
 
@@ -39,7 +41,8 @@ def run_rank(context: Context, plan: Plan) -> list[tuple[Case, list[Series]]]:
     context.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo")
     sync = SyncGroup(device=device, channels=2, timeout=context.timeout_s)
     try:
-        peers = Peers(max(case.nbytes for case in plan.cases), device, own_gpu)
+        ranks_on_gpu = -(-context.world_size // count)
+        peers = Peers(max(case.nbytes for case in plan.cases), device, ranks_on_gpu)
         return [(case, _run_case(context, plan, case, sync, peers)) for case in plan.cases]
     finally:
         sync.close()
@@ -73,10 +76,14 @@ def _run_case(context: Context, plan: Plan, case: Case, sync: SyncGroup, peers: 
             context.progress(f"{case}: {text}")
 
     progress("warming up")
-    subjects = _subjects(case, sync, peers)
+    subjects = _subjects(case, plan, sync, peers, progress)
     series = measure(subjects, plan.sampling, timer=_timer, meet=meet, agree=_greatest, progress=progress)
     if case.op == "barrier":
         series += _host_times(sync, peers)
+        series += round_trips(sync, plan.sampling.rounds, meet, _greatest, progress)
+    # So that a log has the figures even where a later case takes the run with it.
+    medians = (f"{s.impl} {statistics.median(s.samples_us):.2f} ({s.op}, {s.mode})" for s in series)
+    progress(f"µs on rank 0: {'; '.join(medians)}")
     return series
 
 
@@ -92,12 +99,38 @@ def graph_of(call: Callable[[], object], calls: int = GRAPH_CALLS) -> Callable[[
     return graph.replay
 
 
-def _subjects(case: Case, sync: SyncGroup, peers: Peers) -> list[Subject]:
+Progress = Callable[[str], None]
+
+
+def _subjects(case: Case, plan: Plan, sync: SyncGroup, peers: Peers, progress: Progress) -> list[Subject]:
+    attempt = partial(_attempt, progress)
     if case.op == "decode":
-        return decode.subjects(case, sync, peers)
+        return decode.subjects(case, sync, peers, attempt)
     if case.op == "barrier":
         return _barrier_subjects(sync, peers)
-    return _all_reduce_subjects(case, sync, peers)
+    if not peers.two_shot_works(case.nbytes):
+        progress(
+            f"symm_mem two_shot is left out: it fails at {human(case.nbytes)} with so many ranks on a GPU"
+        )
+    if case.op in EXCHANGES:
+        return cuda_exchange.subjects(case, sync, peers, _in_graph, attempt)
+    return _all_reduce_subjects(case, plan, sync, peers, attempt)
+
+
+def _attempt(progress: Progress, impl: str, make: Callable[[], Subject]) -> list[Subject]:
+    """A peer's subject; none, and why, where it cannot be made on some rank: the others' figures are not lost with it."""
+    found: list[Subject] = []
+    problem = ""
+    progress(f"preparing {impl}")
+    try:
+        found = [make()]
+    except Exception as error:  # whatever a peer's own code may raise
+        problem = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    if _greatest(float(bool(problem))):
+        progress(f"{impl} is left out: {problem or 'another rank failed'}")
+        return []
+    progress(f"{impl} is ready")
+    return found
 
 
 def _in_graph(op: str, impl: str, call: Callable[[], object], is_peer: bool = False) -> Subject:
@@ -117,7 +150,13 @@ def _barrier_subjects(sync: SyncGroup, peers: Peers) -> list[Subject]:
     return subjects
 
 
-def _all_reduce_subjects(case: Case, sync: SyncGroup, peers: Peers) -> list[Subject]:
+def _all_reduce_subjects(
+    case: Case,
+    plan: Plan,
+    sync: SyncGroup,
+    peers: Peers,
+    attempt: Callable[[str, Callable[[], Subject]], list[Subject]],
+) -> list[Subject]:
     x = torch.empty(case.nbytes // 2, dtype=torch.bfloat16, device=sync.device)
     draw = 0
 
@@ -137,9 +176,16 @@ def _all_reduce_subjects(case: Case, sync: SyncGroup, peers: Peers) -> list[Subj
 
     subjects: list[Subject] = []
     for impl, call in peers.all_reduces(x):
-        subject = _in_graph("all_reduce", impl, call, True)
+        subjects += attempt(impl, partial(_in_graph, "all_reduce", impl, call, True))
+    if peers.has_nccl:
+        subjects.append(Subject("all_reduce", "nccl", peers.nccl_all_reduce(x), is_peer=True))
+        if plan.nccl_symmetric:
+            impl = "nccl symmetric"
+            subjects += attempt(
+                impl, lambda: _in_graph("all_reduce", impl, peers.nccl_symmetric(x), is_peer=True)
+            )
+    for subject in subjects:
         subject.refresh = refresh
-        subjects.append(subject)
     for algo in ALGOS:
         impl = "gpusync" if algo == "auto" else f"gpusync {algo}"
         call = partial(ops.all_reduce.default, sync.token, sync.name, x, "sum", algo)
@@ -156,6 +202,8 @@ def _host_times(sync: SyncGroup, peers: Peers) -> list[Series]:
         *((impl, call, True) for impl, call in peers.barriers()),
         ("gpusync", partial(ops.barrier.default, sync.token, sync.name), False),
         ("SyncGroup", sync.barrier, False),
+        # The floor: no eager call is faster than its launch.
+        (_LAUNCH, partial(torch.cuda._sleep, 0), False),
     ]
     result = []
     for impl, call, is_peer in calls:
@@ -167,6 +215,7 @@ def _host_times(sync: SyncGroup, peers: Peers) -> list[Series]:
                 call()
             samples.append((time.perf_counter() - start) / _HOST_CALLS * 1e6)
         meet()
-        result.append(Series("barrier host", impl, "eager", is_peer, _HOST_CALLS, samples))
+        op = "nothing host" if impl == _LAUNCH else "barrier host"
+        result.append(Series(op, impl, "eager", is_peer, _HOST_CALLS, samples))
     assert statistics.median(result[0].samples_us) > 0
     return result

@@ -8,11 +8,18 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+Calls = list[tuple[str, Callable[[], object]]]  # (impl, call)
+
 
 class Peers:
-    """The peers' handles and buffers, for payloads up to ``nbytes``. All ranks make it."""
+    """The peers' handles and buffers, for payloads up to ``nbytes``. All ranks make it.
 
-    def __init__(self, nbytes: int, device: torch.device, has_nccl: bool) -> None:
+    Attributes:
+        has_nccl: whether every rank has a GPU of its own, which NCCL asks for.
+        buffer: this rank's part of symmetric memory, bf16.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, ranks_on_gpu: int) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         group = dist.group.WORLD
@@ -20,35 +27,77 @@ class Peers:
         self.group_name: str = group.group_name
         self.buffer = symmetric_memory.empty(max(nbytes, 4096) // 2, dtype=torch.bfloat16, device=device)
         self._handle = symmetric_memory.rendezvous(self.buffer, group)
-        self._has_nccl = has_nccl
+        self.has_nccl = ranks_on_gpu == 1
+        self._ranks_on_gpu = ranks_on_gpu
+        self._device = device
         self._one = torch.zeros(1, device=device)
 
-    def barriers(self) -> list[tuple[str, Callable[[], object]]]:
-        """(impl, call) of each barrier."""
-        found: list[tuple[str, Callable[[], object]]] = [
-            ("symm_mem", partial(self._handle.barrier, channel=0))
-        ]
-        if self._has_nccl:
+    def barrier(self) -> None:
+        """SymmetricMemory's."""
+        self._handle.barrier(channel=0)
+
+    def of_rank(self, rank: int, numel: int) -> torch.Tensor:
+        """The first elements of that rank's ``buffer``."""
+        there: torch.Tensor = self._handle.get_buffer(rank, (numel,), torch.bfloat16)
+        return there
+
+    def barriers(self) -> Calls:
+        """Each barrier."""
+        found: Calls = [("symm_mem", self.barrier)]
+        if self.has_nccl:
             found.append(("nccl", partial(dist.all_reduce, self._one)))
         return found
 
-    def all_reduces(self, x: torch.Tensor) -> list[tuple[str, Callable[[], object]]]:
-        """(impl, call) of each all-reduce of ``x``.
+    def two_shot_works(self, nbytes: int) -> bool:
+        """torch 2.11's two-shot kernel ends in an illegal memory access of its own at 8 ranks on one GPU and 4 MiB; at 4 ranks,
+        and at 512 KiB, it does not."""
+        return self._ranks_on_gpu <= 4 or nbytes <= 512 << 10
 
-        ``one_shot`` and ``two_shot`` take their input where it lies, in symmetric memory; ``one_shot_copy``
-        brings an ordinary tensor there first, as gpusync does.
+    def all_reduces(self, x: torch.Tensor) -> Calls:
+        """Each all-reduce of ``x``.
+
+        ``one_shot`` and ``two_shot`` take their input where it lies, in symmetric memory; ``one_shot_copy`` and ``two_shot,
+        copied`` bring an ordinary tensor there first, as gpusync does, and the latter brings the result back.
         """
         there = self.buffer[: x.numel()]
         there.copy_(x)
         variants = torch.ops.symm_mem
-        found: list[tuple[str, Callable[[], object]]] = [
+
+        def two_shot_copied() -> torch.Tensor:
+            there.copy_(x)
+            variants.two_shot_all_reduce_(there, "sum", self.group_name)
+            return there.clone()
+
+        found: Calls = [
             ("symm_mem one_shot", partial(variants.one_shot_all_reduce, there, "sum", self.group_name)),
             (
                 "symm_mem one_shot_copy",
                 partial(variants.one_shot_all_reduce_copy, there, x, "sum", self.group_name),
             ),
-            ("symm_mem two_shot", partial(variants.two_shot_all_reduce_, there, "sum", self.group_name)),
         ]
-        if self._has_nccl:
-            found.append(("nccl", partial(dist.all_reduce, torch.zeros_like(x))))
+        if self.two_shot_works(2 * x.numel()):
+            found += [
+                ("symm_mem two_shot", partial(variants.two_shot_all_reduce_, there, "sum", self.group_name)),
+                ("symm_mem two_shot, copied", two_shot_copied),
+            ]
+        if self.has_nccl:
+            found.append(("nccl", self.nccl_all_reduce(x)))
         return found
+
+    def nccl_all_reduce(self, x: torch.Tensor) -> Callable[[], object]:
+        """Of a tensor like ``x``, in place."""
+        return partial(dist.all_reduce, torch.zeros_like(x))
+
+    def nccl_symmetric(self, x: torch.Tensor) -> Callable[[], object]:
+        """The same in memory that is registered for NCCL's symmetric kernels, for as long as this process lives. They use no
+        multicast where NCCL_NVLS_ENABLE is 0."""
+        group = dist.group.WORLD
+        assert group is not None
+        dist.all_reduce(self._one)  # registering needs a communicator
+        backend = group._get_backend(self._device)
+        pool = torch.cuda.MemPool(backend.mem_allocator)
+        with torch.cuda.use_mem_pool(pool):
+            here = torch.zeros_like(x)
+        backend.register_mem_pool(pool, symm=True)  # type: ignore[attr-defined]
+        self._pools = [*getattr(self, "_pools", []), pool]
+        return partial(dist.all_reduce, here)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,26 +45,39 @@ class Block(torch.nn.Module):
         return x + self.reduce(F.linear(F.gelu(F.linear(F.rms_norm(x, (HIDDEN,)), self.up)), self.down))
 
 
-def subjects(case: Case, sync: SyncGroup, peers: Peers) -> list[Subject]:
-    """The step with symm_mem's all-reduce and with gpusync's; ``case.nbytes`` is the activation's."""
+def subjects(
+    case: Case,
+    sync: SyncGroup,
+    peers: Peers,
+    attempt: Callable[[str, Callable[[], Subject]], list[Subject]],
+) -> list[Subject]:
+    """The step with NCCL's all-reduce, symm_mem's and gpusync's; ``case.nbytes`` is the activation's. A peer that cannot be
+    compiled is left out by ``attempt``."""
+    torch._dynamo.reset()  # the compiled code of the case before would count towards the limit of recompilations
     batch = case.nbytes // (2 * HIDDEN)
     there = peers.buffer[: batch * HIDDEN].view(batch, HIDDEN)
+    torch._dynamo.mark_static_address(there)  # a CUDA graph reads it where it lies, not a copy of it
     group_name = peers.group_name
+
+    def nccl(x: torch.Tensor) -> torch.Tensor:
+        functional = torch.ops._c10d_functional
+        result: torch.Tensor = functional.wait_tensor(functional.all_reduce(x, "sum", group_name))
+        return result
 
     def symm_mem(x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(there, x, "sum", group_name)
         return result
 
-    return [
-        _subject("symm_mem", symm_mem, True, batch, sync),
-        _subject("gpusync", sync.all_reduce, False, batch, sync),
-    ]
+    found: list[Subject] = []
+    for impl, reduce in [("nccl", nccl)] * peers.has_nccl + [("symm_mem", symm_mem)]:
+        found += attempt(impl, partial(_subject, impl, reduce, True, batch, sync))
+    return [*found, _subject("gpusync", sync.all_reduce, False, batch, sync)]
 
 
 def _subject(impl: str, reduce: Reduce, is_peer: bool, batch: int, sync: SyncGroup) -> Subject:
     torch.manual_seed(sync.rank)
     blocks = torch.nn.Sequential(*(Block(sync.world_size, reduce, sync.device) for _ in range(_BLOCKS)))
-    compiled = torch.compile(blocks, mode="reduce-overhead", fullgraph=True)
+    compiled = torch.compile(blocks, mode="reduce-overhead", fullgraph=True, dynamic=False)
     torch.manual_seed(0)
     x = torch.randn(batch, HIDDEN, device=sync.device, dtype=torch.bfloat16)
 

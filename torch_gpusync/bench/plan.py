@@ -12,7 +12,7 @@ import torch
 
 from .timing import Sampling
 
-EXCHANGES = ("all_gather", "reduce_scatter", "broadcast", "all_to_all")  # on CPUs only
+EXCHANGES = ("all_gather", "reduce_scatter", "broadcast", "all_to_all")
 OPS = ("barrier", "all_reduce", *EXCHANGES, "decode")  # decode: on GPUs only
 MODES = ("eager", "compile")
 
@@ -30,11 +30,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Plan:
-    """The cases, how they are sampled, and the modes that gpusync is called in."""
+    """The cases, how they are sampled, and the modes that gpusync is called in (on CPUs). ``nccl_symmetric``: NCCL's
+    all-reduce is measured on memory registered for its symmetric kernels, too (on GPUs)."""
 
     cases: tuple[Case, ...]
     sampling: Sampling
     modes: tuple[str, ...] = ("eager",)
+    nccl_symmetric: bool = False
 
 
 def human(nbytes: int) -> str:

@@ -25,7 +25,7 @@ class Measurement:
         device: ``cpu`` or ``cuda``.
         ranks: processes that took part.
         bytes: payload of each rank, 0 for none.
-        mode: ``eager``, ``graph`` or ``compile``.
+        mode: ``eager``, ``graph``, ``compile`` or ``kernel`` (timed by the device, inside one kernel).
         median_us, p99_us: microseconds per call over samples of many calls; the slowest rank's count.
         iterations: calls timed in all, per rank.
     """
