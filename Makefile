@@ -112,7 +112,7 @@ test-gpu:
 	@$(PYTHON) test/cuda/run_gpu_tests.py --python '$(PYTHON)' --wheel '$(WHEEL)' --part '$(PART)' --log '$(LOG)'
 
 test-multigpu:
-	@$(PYTHON) test/cuda/run_multigpu.py --python '$(PYTHON)' --wheel '$(WHEEL)' --ranks '$(RANKS)' --out '$(OUT)'
+	@$(PYTHON) test/cuda/run_multigpu.py --python '$(PYTHON)' --wheel '$(WHEEL)' --ranks '$(RANKS)' --out '$(OUT)' $(ARGS)
 
 build: $(VENV)/.torch
 	@$(pip) wheel --quiet --no-build-isolation --config-settings=build-dir=$(build_dir) --no-deps --wheel-dir dist .

@@ -2,18 +2,22 @@
 
 With a GPU for each rank: the tests whose ranks are processes, the figures beside SymmetricMemory and NCCL, and a tuning
 table. On a machine with fewer GPUs than ranks the same command runs with ranks that share them, under MPS: how it is
-tried out. Tables, plots and logs go to OUT. Every step is a process under a time limit; the exit code is 0 only when all
-of them succeeded. NVLink multicast stays off.
+tried out. Tables, plots and logs go to OUT. Every step is a process under a time limit, all of them together take less
+than 8 minutes unless --limit says otherwise, and --skip leaves steps out; the exit code is 0 only when all that were run
+succeeded. NVLink multicast stays off.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import run_gpu_tests
@@ -24,6 +28,94 @@ MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
+GRACE = 10.0  # seconds for a step that has been told to end
+LIMIT = "{limit}"  # in a command: the seconds that it has, less those in which it reports
+
+
+@dataclass(frozen=True)
+class Step:
+    limit: float  # seconds; what a step leaves over of them, later ones may use
+    command: list[str]
+
+
+def steps(options: argparse.Namespace, gpus: int, out: Path) -> dict[str, Step]:
+    """What is run, in this order: 450 seconds in all for one number of ranks. The last one may fail without harm to the
+    others."""
+    times = len(options.ranks.split(","))
+    bench = [options.python, "-m", "torch_gpusync", "bench", "--device", "cuda", "--ranks", options.ranks]
+
+    def tests(limit: float, part: str, *more: str) -> Step:
+        runner = [options.python, str(HERE / "run_gpu_tests.py"), "--python", options.python]
+        wheel = ["--wheel", str(options.wheel.resolve()), "--limit", LIMIT]
+        return Step(limit, [*runner, *wheel, "--part", part, "--log", str(out / f"tests_{part}.log"), *more])
+
+    def figures(limit: float, name: str, *more: str) -> Step:
+        return Step(
+            limit * times,
+            [*bench, *more, "--rounds", "7", "--sample", "0.02", "--json", str(out / f"{name}.json")],
+        )
+
+    def picture(name: str) -> list[str]:
+        return ["--plot", str(out / f"{name}.png")] if options.plots else []
+
+    exchanges = ["--ops", "all_gather,reduce_scatter", "--sizes", options.exchange_sizes]
+    return {
+        "tests": tests(75, "gpus" if gpus > 1 else "mps"),
+        "barrier": figures(35, "barrier", "--ops", "barrier"),
+        "all_reduce": figures(
+            70, "all_reduce", "--ops", "all_reduce", "--sizes", options.sizes, *picture("all_reduce")
+        ),
+        "exchanges": figures(40, "exchanges", *exchanges, *picture("exchanges")),
+        "tune": Step(40 * times, [*bench, "--tune", str(out / "tuning.json")]),
+        "decode": figures(85, "decode", "--ops", "decode"),
+        "compile": tests(80, "compile", "--select", "reduce-overhead"),
+        "nccl_symmetric": figures(
+            *(25, "nccl_symmetric", "--ops", "all_reduce", "--sizes", "8K,512K", "--nccl-symmetric")
+        ),
+    }
+
+
+def run(command: list[str], env: dict[str, str], output: Path, limit: float) -> int | None:
+    """The exit code, or None when the step had to be ended, with all that it has started."""
+    with open(output, "w") as file:
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        code: int | None = None
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)  # what has been measured is still written, and MPS ended
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            run_gpu_tests.end_leftovers(spared="")
+    return code
+
+
+def show(path: Path, lines: int) -> None:
+    """The end of a step's output."""
+    text = path.read_text(errors="replace").splitlines()
+    print("\n".join(line[:200] for line in text[-lines:]), flush=True)
+
+
+def tabulate(python: str, env: dict[str, str], files: list[Path], output: Path) -> None:
+    """All figures as one table."""
+    code = (
+        "import sys; from pathlib import Path; from torch_gpusync.bench.results import read_json, table\n"
+        "print(table([m for name in sys.argv[1:] for m in read_json(Path(name))]))"
+    )
+    found = [str(path) for path in files if path.exists()]
+    if found and run([python, "-c", code, *found], env, output, 60) == 0:
+        show(output, 1000)
 
 
 def main() -> int:
@@ -37,10 +129,30 @@ def main() -> int:
     )
     parser.add_argument("--out", default=Path("build/multigpu"), type=Path, help="folder for what is written")
     parser.add_argument("--sizes", default="1K,8K,64K,512K,4M,16M", help="bytes of all-reduce payloads")
+    parser.add_argument("--exchange-sizes", default="8K,512K,4M", help="of the other collectives'")
+    parser.add_argument(
+        "--limit", default=455.0, type=float, help="seconds for all steps (default: %(default)s)"
+    )
+    parser.add_argument("--skip", default="", help="steps to leave out, such as tests,compile,tune")
     options = parser.parse_args()
+    started = time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
     out = options.out.resolve()
-    bench = [options.python, "-m", "torch_gpusync", "bench", "--device", "cuda", "--ranks", options.ranks]
+    run_gpu_tests.adopt_orphans()
+    facts = (
+        "import importlib.util, torch\n"
+        "print(torch.cuda.device_count(), int(importlib.util.find_spec('matplotlib') is not None))"
+    )
+    found = subprocess.run(
+        [options.python, "-c", facts], capture_output=True, text=True, timeout=120, check=True
+    )
+    gpus, options.plots = (int(word) for word in found.stdout.split())
+    chosen = steps(options, gpus, out)
+    skipped = [name for name in options.skip.split(",") if name]
+    if unknown := [name for name in skipped if name not in chosen]:
+        parser.error(f"there is no step {', '.join(unknown)}: they are {', '.join(chosen)}")
+    results = {}
+    allowed = 0.0
     with tempfile.TemporaryDirectory(prefix="gpusync-multigpu-") as folder:
         run_gpu_tests.unpack(options.wheel, Path(folder), options.python)
         env = {
@@ -50,43 +162,31 @@ def main() -> int:
             "PYTHONSAFEPATH": "1",
             "PYTHONUNBUFFERED": "1",
         }
-        figures = ["--rounds", "7", "--sample", "0.02"]
-        steps = {
-            "tests": (
-                [
-                    *(options.python, str(HERE / "run_gpu_tests.py"), "--python", options.python),
-                    *("--wheel", str(options.wheel), "--part", "mps", "--log", str(out / "tests.log")),
-                ],
-                200,
-            ),
-            "barrier": ([*bench, "--ops", "barrier", *figures, "--json", str(out / "barrier.json")], 60),
-            "all_reduce": (
-                [
-                    *(*bench, "--ops", "all_reduce", "--sizes", options.sizes, *figures),
-                    *("--json", str(out / "all_reduce.json"), "--plot", str(out / "all_reduce.png")),
-                ],
-                150,
-            ),
-            "decode": ([*bench, "--ops", "decode", *figures, "--json", str(out / "decode.json")], 120),
-            "tune": ([*bench, "--tune", str(out / "tuning.json")], 100),
-        }
-        results = {}
-        for name, (command, limit) in steps.items():
-            started = time.monotonic()
-            print(f"######## {name}", flush=True)
-            with open(out / f"{name}.txt", "w") as output:
-                try:
-                    code = subprocess.run(
-                        command, env=env, stdout=output, stderr=subprocess.STDOUT, timeout=limit
-                    ).returncode
-                except subprocess.TimeoutExpired:
-                    code = -1
-            lines = (out / f"{name}.txt").read_text(errors="replace").splitlines()
-            print("\n".join(line[:160] for line in lines[-45:]), flush=True)
-            results[name] = ("passed" if code == 0 else f"FAILED ({code})", time.monotonic() - started)
+        for name, step in chosen.items():
+            allowed += step.limit
+            (out / f"{name}.json").unlink(missing_ok=True)  # of an earlier run
+            if name in skipped:
+                continue
+            begun = time.monotonic()
+            limit = started + min(allowed, options.limit) - begun
+            print(f"######## {name}, for up to {limit:.0f} s", flush=True)
+            if limit < 5:
+                results[name] = ("NOT RUN: no time", 0.0)
+                continue
+            command = [word.replace(LIMIT, f"{max(limit - GRACE, 5):.0f}") for word in step.command]
+            code = run(command, env, out / f"{name}.txt", limit)
+            seconds = time.monotonic() - begun
+            show(out / f"{name}.txt", 25 if code == 0 else 80)
+            ended = f"ENDED after {seconds:.0f} s" if code is None else f"FAILED ({code})"
+            results[name] = ("passed" if code == 0 else ended, seconds)
+        print("######## figures", flush=True)
+        # Not the last step's: ratios are between figures of one run, and that one has peers of its own.
+        files = [out / f"{name}.json" for name in chosen if name != "nccl_symmetric"]
+        tabulate(options.python, env, files, out / "figures.txt")
     print(
-        "\n".join(f"{name:12} {verdict:14} {seconds:5.0f} s" for name, (verdict, seconds) in results.items())
+        "\n".join(f"{name:15} {verdict:18} {seconds:5.0f} s" for name, (verdict, seconds) in results.items())
     )
+    print(f"{gpus} GPUs, {time.monotonic() - started:.0f} s in all")
     return int(any(verdict != "passed" for verdict, _ in results.values()))
 
 
