@@ -1,5 +1,6 @@
 """GPU memory that every rank can reach. The only module that touches torch's SymmetricMemory, which may change."""
 
+import itertools
 import os
 from collections import Counter
 from typing import Any, Protocol
@@ -11,7 +12,9 @@ from torch_gpusync import tuning
 from torch_gpusync.errors import SyncError
 from torch_gpusync.ops import ops
 from torch_gpusync.rendezvous import Deadline, Rendezvous
+from torch_gpusync.symmetric_store import SymmetricStore
 
+_names = itertools.count()
 # csrc/cuda/pad.h, kMaxBlocks.
 _MAX_BLOCKS = 128
 
@@ -49,8 +52,9 @@ def _zeroed_everywhere(
 class SharedBetweenProcesses:
     """One process for each rank: through torch SymmetricMemory."""
 
-    def __init__(self, group_name: str) -> None:
-        self._group_name = group_name
+    def __init__(self) -> None:
+        self._store = SymmetricStore()
+        self._name = ""  # by which SymmetricMemory knows the group in this process
 
     def allocate(
         self,
@@ -72,12 +76,25 @@ class SharedBetweenProcesses:
         assert memory is not None
         handle, problem = None, ""
         try:
-            handle = symmetric_memory.rendezvous(memory, self._group_name)  # type: ignore[arg-type]
+            handle = self._rendezvous(memory, meeting)
         except RuntimeError as error:
             problem = f"the ranks' GPUs cannot map one another's memory: {error}"
         meeting.confirm(problem, what, group, deadline)
         assert handle is not None
         return memory, list(handle.buffer_ptrs), handle
+
+    def _rendezvous(self, memory: torch.Tensor, meeting: Rendezvous) -> Any:
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        self._store.begin(meeting.scratch())
+        try:
+            if not self._name:
+                name = f"gpusync/{next(_names)}"
+                _SymmetricMemory.set_group_info(name, meeting.rank, meeting.world_size, self._store)
+                self._name = name
+            return _SymmetricMemory.rendezvous(memory, self._name)
+        finally:
+            self._store.end()
 
 
 class SharedInProcess:

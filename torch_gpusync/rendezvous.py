@@ -141,6 +141,10 @@ class Rendezvous:
             if theirs:
                 raise SyncError(f"gpusync: {what} of group '{group}' failed on rank {r}: {theirs}")
 
+    def scratch(self) -> dist.Store:
+        """A place in the store for what the ranks do together behind the last round: empty, and the same for all."""
+        return dist.PrefixStore(f"{self._prefix}/{self._round}/scratch", self._store)
+
     # ---- one round
 
     def _key(self, name: str | int, number: int | None = None) -> str:

@@ -122,6 +122,25 @@ def graphed_callables(sync: SyncGroup, count: int) -> None:
     other.check()
 
 
+def groups_of_some(sync: SyncGroup, rounds: int) -> None:
+    """Groups of some of the ranks, whose processes have set up different numbers of groups before."""
+    ranks = range(sync.world_size)
+    mine = {}
+    for members in ([0, 1], [0, 2], [1, 2], [2]):
+        process_group = dist.new_group(members)
+        if sync.rank in members:
+            name = "of " + "".join(map(str, members))
+            mine[name] = (SyncGroup(process_group, device=DEVICE, name=name, timeout=20.0), members)
+    dist.barrier()
+    for k in range(rounds):
+        x = {r: torch.full((100,), 10.0 * r + k) for r in ranks}
+        for group, members in mine.values():
+            group.barrier(fence=False)
+            y = group.all_reduce(x[sync.rank].to(DEVICE))
+            settle(group)
+            assert torch.equal(y.cpu(), torch.stack([x[r] for r in members]).sum(0)), (members, k)
+
+
 def inside_a_capture(sync: SyncGroup) -> None:
     """Set-up is refused on all ranks while they capture, and spoils neither the capture nor later set-up."""
     graph = torch.cuda.CUDAGraph()

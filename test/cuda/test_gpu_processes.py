@@ -25,6 +25,7 @@ from process_bodies import (
     bounces,
     call_different_things,
     graphed_callables,
+    groups_of_some,
     inside_a_capture,
     lose_one,
     replays,
@@ -68,6 +69,10 @@ def overwriting(sync: SyncGroup) -> None:
 
 def test_every_op() -> None:
     assert len(set(in_processes(ops))) == 1
+
+
+def test_groups_of_some_of_the_ranks() -> None:
+    in_processes(groups_of_some, 20 if MPS else 2)
 
 
 def test_many_ranks() -> None:
