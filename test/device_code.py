@@ -16,14 +16,14 @@ import pytest
 SOURCE = Path(__file__).resolve().parent / "cuda" / "instantiate.cu"
 
 
-def _missing(what: str) -> NoReturn:
+def missing(what: str) -> NoReturn:
     """Skips, but fails where the tools have to be there."""
     if os.environ.get("GPUSYNC_REQUIRE_NVCC") == "1":
         pytest.fail(f"{what}, and GPUSYNC_REQUIRE_NVCC=1")
     pytest.skip(what)
 
 
-def _tool(name: str, variable: str = "") -> str | None:
+def tool(name: str, variable: str = "") -> str | None:
     """On PATH, in the environment variable, or where PyPI's packages put it."""
     packaged = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin"
     return os.environ.get(variable) or shutil.which(name) or shutil.which(name, path=packaged)
@@ -36,11 +36,11 @@ def _known_architectures(nvcc: str) -> frozenset[str]:
 
 
 def _nvcc(architecture: str) -> str:
-    found = _tool("nvcc", "CUDACXX")
+    found = tool("nvcc", "CUDACXX")
     if found is None:
-        _missing("nvcc is missing")
+        missing("nvcc is missing")
     if architecture not in _known_architectures(found):
-        _missing(f"this nvcc does not know sm_{architecture}")
+        missing(f"this nvcc does not know sm_{architecture}")
     return found
 
 
@@ -65,9 +65,9 @@ def build_library(source: Path, architecture: str, include: str, output: Path) -
 
 
 def disassemble(cubin: Path) -> str:
-    nvdisasm = _tool("nvdisasm")
+    nvdisasm = tool("nvdisasm")
     if nvdisasm is None:
-        _missing("nvdisasm is missing (pip install nvidia-cuda-nvdisasm)")
+        missing("nvdisasm is missing (pip install nvidia-cuda-nvdisasm)")
     return subprocess.run(
         [nvdisasm, "-c", cubin], capture_output=True, text=True, check=True, timeout=100
     ).stdout

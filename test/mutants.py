@@ -90,13 +90,13 @@ _STRESS = (
             ),
             Edit(
                 _PULL,
-                "complete = wait.until(mine, peer, expected);",
-                "complete = wait.until(mine, 0, expected);",
+                "return wait.until(mine, peer, expected);",
+                "return wait.until(mine, 0 * peer, expected);",
             ),
             Edit(
                 _PULL,
-                "complete = wait.persist(mine, peer, expected);",
-                "complete = wait.persist(mine, 0, expected);",
+                "return wait.persist(mine, peer, expected);",
+                "return wait.persist(mine, 0 * peer, expected);",
             ),
         ),
         "expiring rounds=1000000 seconds=20",
@@ -132,8 +132,8 @@ _STRESS = (
         (
             Edit(
                 _PULL,
-                "complete = wait.until(mine, peer, expected);",
-                "complete = peer + 1 == m_world_size || wait.until(mine, peer, expected);",
+                "return wait.until(mine, peer, expected);",
+                "return peer + 1 == m_world_size || wait.until(mine, peer, expected);",
             ),
         ),
         "barriers rounds=1000000 seconds=20 delay_us=300",

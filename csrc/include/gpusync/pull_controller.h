@@ -45,10 +45,7 @@ class PullController {
     const uint64_t expected = arrival.pack();
     const bool arrived = wait.ready();
     if (arrived) arrive<kFence, kStart>(mine, expected, index, wait);
-    bool complete = arrived;
-    for (uint32_t peer = block::lane(); peer < m_world_size && complete; peer += block::lanes()) {
-      complete = wait.until(mine, peer, expected);
-    }
+    bool complete = arrived && for_my_peers([&](uint32_t peer) { return wait.until(mine, peer, expected); });
     // Trailing barrier: without it lanes that wait for nobody would run ahead into the next stage.
     if (Scope::barrier_and(complete)) [[likely]]
       return true;
@@ -56,9 +53,7 @@ class PullController {
     // Everything slow comes after everything fast, so that a launch fetches the fast instructions alone.
     complete = arrived || wait.settle();
     if (complete && !arrived) arrive<kFence, kStart>(mine, expected, index, wait);
-    for (uint32_t peer = block::lane(); peer < m_world_size && complete; peer += block::lanes()) {
-      complete = wait.persist(mine, peer, expected);
-    }
+    complete = complete && for_my_peers([&](uint32_t peer) { return wait.persist(mine, peer, expected); });
     return Scope::barrier_and(complete);
   }
 
@@ -86,6 +81,17 @@ class PullController {
     return m_rows[rank][index * kStages + (kStart ? 0 : 1)];
   }
 
+  /// Does `wait_for(peer)` hold for all of my lane's peers? Leaves the loop when one does not: with a flag
+  /// carried through the loop, ptxas 13.0 made some kernels for sm_90 of it that took every peer for arrived
+  /// (test/test_ptx.py looks at all of them).
+  template <class WaitFor>
+  GPUSYNC_HD bool for_my_peers(WaitFor&& wait_for) const {
+    for (uint32_t peer = block::lane(); peer < m_world_size; peer += block::lanes()) {
+      if (!wait_for(peer)) return false;
+    }
+    return true;
+  }
+
   template <bool kFence, bool kStart, class Wait>
   GPUSYNC_HD void arrive(Semaphore& mine, uint64_t arrival, uint32_t index, Wait&& wait) const {
     for (uint32_t peer = block::lane(); peer < m_world_size; peer += block::lanes()) {
@@ -95,7 +101,7 @@ class PullController {
     }
   }
 
-  Semaphore* m_rows[kMaxRanks];
+  Semaphore* m_rows[kMaxRanks] = {};
   uint32_t m_rank;
   uint32_t m_world_size;
 };
