@@ -10,6 +10,7 @@ DeviceHandle Group::handle(int64_t channel) const {
           m_host.rank(),
           m_host.world_size(),
           m_config.max_blocks,
+          0,
           context(c),
           m_pull[c],
           m_signal[c],

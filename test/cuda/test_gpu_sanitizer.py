@@ -21,7 +21,8 @@ RUNS: dict[str, tuple[str, str, dict[str, str]]] = {
     "memcheck, exact": ("memcheck", "1", _EXACT),
     "memcheck, seeded bug": ("memcheck", "seeded", _EXACT),
     "memcheck": ("memcheck", "3", {}),
-    "racecheck": ("racecheck", "3", {}),
+    # It looks at shared memory. With several ranks' kernels at a time it loses track of launches, and says so as an error.
+    "racecheck": ("racecheck", "1", {}),
     "synccheck": ("synccheck", "3", {}),
 }
 

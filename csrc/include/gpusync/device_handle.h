@@ -49,6 +49,7 @@ struct DeviceHandle {
   uint32_t rank;
   uint32_t world_size;
   uint32_t max_blocks;  // of one launch
+  uint32_t reserved;
   // The controllers themselves, for what the methods below do not say; their `Wait` is DeviceWait(wait).
   WaitContext wait;
   PullController pull;

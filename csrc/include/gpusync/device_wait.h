@@ -55,6 +55,7 @@ struct WaitContext {
   uint32_t* status;  // of my own pad
   const WaitEscape* escape;
   uint32_t channel;
+  uint32_t reserved = 0;  // no padding: handles (device_handle.h) are compared, and show nothing of the stack
 };
 
 /// The slow half of a wait.

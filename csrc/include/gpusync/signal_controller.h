@@ -54,7 +54,7 @@ class SignalController {
   GPUSYNC_HD uint32_t world_size() const { return m_world_size; }
 
  private:
-  Mailbox* m_mailboxes[kMaxRanks];
+  Mailbox* m_mailboxes[kMaxRanks] = {};
   uint32_t m_rank;
   uint32_t m_world_size;
 };
