@@ -23,7 +23,7 @@ def _run(mode: str) -> Findings | BaseException:
     # ATen's matrix products only: tuning Triton's takes minutes and is not what is tested here.
     env = {"TORCHINDUCTOR_MAX_AUTOTUNE_GEMM_BACKENDS": "ATEN"}
     try:
-        results: Findings = run_ranks(under_compile, 3, mode, timeout=200, env=env)
+        results: Findings = run_ranks(under_compile, 3, mode, timeout=110, env=env)
     except BaseException as error:  # once: the mode's other checks fail with it, not anew
         return error
     return results
@@ -37,7 +37,7 @@ def findings(mode: str) -> Findings:
     return results
 
 
-@pytest.mark.limit(230)
+@pytest.mark.limit(140)
 @pytest.mark.parametrize(
     ("mode", "check"), [(mode, check) for mode, checks in CHECKS.items() for check in checks]
 )
