@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from torch_gpusync import symmetric_store
+from torch_gpusync.rendezvous import Rendezvous
 from torch_gpusync.symmetric_store import SymmetricStore
 from torch_gpusync.testing import run_threads
 
@@ -30,11 +34,9 @@ def test_ranks_with_different_counts_meet() -> None:
     shared = dist.HashStore()
 
     def rank(r: int) -> None:
-        mine = SymmetricStore()
         for rendezvous in range(3):
-            mine.begin(dist.PrefixStore(f"round {rendezvous}", shared))
+            mine = SymmetricStore(dist.PrefixStore(f"round {rendezvous}", shared))
             _meet(dist.PrefixStore("torch", mine), r, f"round {rendezvous}", first=100 * r + 9 * rendezvous)
-            mine.end()
 
     run_threads(rank, RANKS, timeout=30)
 
@@ -51,11 +53,34 @@ def test_without_it_they_do_not() -> None:
 
 
 def test_other_operations_go_to_the_same_place() -> None:
-    shared, mine = dist.HashStore(), SymmetricStore()
-    mine.begin(dist.PrefixStore("place", shared))
+    shared = dist.HashStore()
+    mine = SymmetricStore(dist.PrefixStore("place", shared))
     store = dist.PrefixStore("torch", mine)
     assert store.add("barrier/41/num", 2) == 2
     store.set("barrier/41/last", "yes")
     store.wait(["barrier/41/last"])
     assert store.check(["barrier/41/last"]) and not store.check(["barrier/42/last"])
     assert shared.get("place/torch/barrier/0/last") == b"yes"
+
+
+def test_a_rendezvous_finds_rank_size_and_store_by_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's part, which needs GPUs, played by what it does: it asks the process group of that name."""
+    shared, numbers = dist.HashStore(), threading.local()
+
+    class Stub:
+        @staticmethod
+        def rendezvous(memory: torch.Tensor, name: str) -> list[bytes]:
+            group = torch._C._distributed_c10d._resolve_process_group(name)
+            assert group.size() == RANKS
+            store = dist.PrefixStore("torch", group.get_group_store())
+            return _exchange(store, numbers.first, group.rank(), str(memory.item()))
+
+    monkeypatch.setattr(torch._C._distributed_c10d, "_SymmetricMemory", Stub)
+
+    def rank(r: int) -> None:
+        numbers.first = 10 * r
+        meeting = Rendezvous(shared, r, RANKS, range(RANKS), "here")
+        got = symmetric_store.rendezvous(torch.tensor(r), meeting)
+        assert got == [b"0", b"1", b"2"]
+
+    run_threads(rank, RANKS, timeout=30)

@@ -36,7 +36,7 @@ class Collectives:
     _call: Callable[..., Any]  # an op, with the token and the name of whoever has these methods
 
     def all_reduce(self, x: torch.Tensor, reduce_op: str = "sum", algo: str = "auto") -> torch.Tensor:
-        """Reduce ``x`` over the ranks, out of place; every rank gets the same bits.
+        """Reduce ``x`` over the ranks, out of place; every rank gets the same bits (of a NaN, the same up to its payload).
 
         Args:
             x: float32, float64, float16, bfloat16, int32 or int64, any shape and strides, the same on all

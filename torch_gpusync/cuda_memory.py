@@ -1,6 +1,5 @@
 """GPU memory that every rank can reach. The only module that touches torch's SymmetricMemory, which may change."""
 
-import itertools
 import os
 from collections import Counter
 from typing import Any, Protocol
@@ -8,13 +7,13 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from torch_gpusync import tuning
+from torch_gpusync import symmetric_store, tuning
 from torch_gpusync.errors import SyncError
 from torch_gpusync.ops import ops
 from torch_gpusync.rendezvous import Deadline, Rendezvous
-from torch_gpusync.symmetric_store import SymmetricStore
 
-_names = itertools.count()
+_made = 0  # rendezvous of SymmetricMemory's by this process
+
 # csrc/cuda/pad.h, kMaxBlocks.
 _MAX_BLOCKS = 128
 
@@ -52,9 +51,8 @@ def _zeroed_everywhere(
 class SharedBetweenProcesses:
     """One process for each rank: through torch SymmetricMemory."""
 
-    def __init__(self) -> None:
-        self._store = SymmetricStore()
-        self._name = ""  # by which SymmetricMemory knows the group in this process
+    def __init__(self, group_name: str) -> None:
+        self._group_name = group_name
 
     def allocate(
         self,
@@ -74,27 +72,22 @@ class SharedBetweenProcesses:
             problem = f"no symmetric memory of {nbytes} bytes on {device}: {error}"
         _zeroed_everywhere(meeting, memory, problem, what, group, deadline)
         assert memory is not None
+        # The numbers that SymmetricMemory gives its exchanges are the same on all ranks, or have to be made so.
+        global _made
+        made = meeting.exchange(_made, what, group, deadline)
+        in_step = made.count(_made) == len(made)
+        _made += 1
         handle, problem = None, ""
         try:
-            handle = self._rendezvous(memory, meeting)
+            if in_step:
+                handle = symmetric_memory.rendezvous(memory, self._group_name)  # type: ignore[arg-type]
+            else:
+                handle = symmetric_store.rendezvous(memory, meeting)
         except RuntimeError as error:
             problem = f"the ranks' GPUs cannot map one another's memory: {error}"
         meeting.confirm(problem, what, group, deadline)
         assert handle is not None
         return memory, list(handle.buffer_ptrs), handle
-
-    def _rendezvous(self, memory: torch.Tensor, meeting: Rendezvous) -> Any:
-        from torch._C._distributed_c10d import _SymmetricMemory
-
-        self._store.begin(meeting.scratch())
-        try:
-            if not self._name:
-                name = f"gpusync/{next(_names)}"
-                _SymmetricMemory.set_group_info(name, meeting.rank, meeting.world_size, self._store)
-                self._name = name
-            return _SymmetricMemory.rendezvous(memory, self._name)
-        finally:
-            self._store.end()
 
 
 class SharedInProcess:

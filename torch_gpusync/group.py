@@ -173,7 +173,7 @@ class SyncGroup(SyncMethods):
             state.rendezvous,
             # Weak: a group must not keep the store of a destroyed process group, nor its port.
             partial(rendezvous.find, weakref.ref(process_group)),
-            SharedBetweenProcesses(),
+            SharedBetweenProcesses(process_group.group_name),
             device=where,
             shared_name=shared_name,
             channels=channels,

@@ -1,33 +1,34 @@
-"""The store through which torch SymmetricMemory makes the ranks of a group meet."""
+"""SymmetricMemory's rendezvous between ranks whose processes have made different numbers of them before.
 
+SymmetricMemory numbers its exchanges by a count of the whole process, over all groups, and puts the number into its keys
+(``StoreExchange`` in torch's CUDASymmetricMemoryUtils.hpp). In a group of ranks 1 and 2 where rank 1 has been in a group
+with rank 0 before, both would wait for keys that nobody will ever set.
+"""
+
+import itertools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from torch_gpusync.rendezvous import Rendezvous
+
+_names = itertools.count()
 
 
 class SymmetricStore(dist.Store):
-    """Lets ranks meet whose processes have made different numbers of rendezvous before.
+    """The numbers in one rendezvous's keys become 0, 1, 2 ... in the order in which they come: the same on all ranks.
 
-    SymmetricMemory numbers its exchanges by a count of the whole process, over all groups, and puts the number into its
-    keys (``StoreExchange`` in torch's CUDASymmetricMemoryUtils.hpp): in a group of ranks 1 and 2 where rank 1 has been in
-    another group with rank 0 before, both wait for keys that nobody will ever set. Here the numbers that one rendezvous
-    uses become 0, 1, 2 ... in the order in which they come, which is the same on all of its ranks.
+    Args:
+        store: of the group's ranks, with nothing in it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: dist.Store) -> None:
         super().__init__()
-        self._store: Any = None
+        self._store: Any = store
         self._numbers: dict[str, int] = {}
-
-    def begin(self, store: dist.Store) -> None:
-        """A rendezvous begins. ``store``: of the group's ranks, with nothing in it."""
-        self._store, self._numbers = store, {}
-
-    def end(self) -> None:
-        """Lets go of the store: SymmetricMemory keeps this object for ever, and must not keep a port open with it."""
-        self._store = None
 
     def _key(self, key: str) -> str:
         parts = key.split("/")
@@ -59,3 +60,25 @@ class SymmetricStore(dist.Store):
 
     def delete_key(self, key: str) -> Any:
         return self._store.delete_key(self._key(key))
+
+
+def rendezvous(memory: torch.Tensor, meeting: Rendezvous) -> Any:
+    """SymmetricMemory's handle of ``memory``, which every rank of ``meeting`` has allocated. Collective.
+
+    SymmetricMemory finds rank, world size and store by the name of a process group: here it is one of its own, with no
+    back end, and no longer there afterwards.
+    """
+    from torch._C._distributed_c10d import (
+        _register_process_group,
+        _SymmetricMemory,
+        _unregister_process_group,
+    )
+
+    name: Any = f"gpusync/{next(_names)}"
+    store = SymmetricStore(meeting.scratch())  # torch's reference alone does not keep the Python part of it
+    group = dist.ProcessGroup(store, meeting.rank, meeting.world_size)
+    _register_process_group(name, group)
+    try:
+        return _SymmetricMemory.rendezvous(memory, name)
+    finally:
+        _unregister_process_group(name)
