@@ -53,6 +53,44 @@ def _short_of_loads(sass: dict[str, str]) -> list[str]:
     ]
 
 
+def _unread_flags(code: str) -> list[str]:
+    """Loads of pushed parcels, {data, flag, data, flag} in one, whose flags nothing reads afterwards."""
+    lines = re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);", code)
+    found = []
+    for i, line in enumerate(lines):
+        load = re.search(r"LDG\.E\.128\.STRONG\.SYS R(\d+)", line)
+        if load is not None and not all(_is_read(int(load[1]) + offset, lines[i + 1 :]) for offset in (1, 3)):
+            found.append(line)
+    return found
+
+
+def _is_read(register: int, lines: list[str]) -> bool:
+    """Before it is written again."""
+    name = re.compile(rf"\bR{register}\b")
+    for line in lines:
+        target, *sources = line.split(",")
+        if any(name.search(source) for source in sources):
+            return True
+        if name.search(target):
+            return False
+    return False
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_flag_of_pushed_data_is_looked_at(architecture: str) -> None:
+    sass = _dump("-sass", "-arch", f"sm_{architecture}")
+    push = {name: code for name, code in sass.items() if "push_one_shot" in name}
+    assert len(push) == 15 and all("LDG.E.128.STRONG.SYS" in code for code in push.values())
+    assert not any(_unread_flags(code) for code in push.values())
+
+
+def test_a_flag_that_is_not_looked_at_is_noticed() -> None:
+    code = "/*0010*/ LDG.E.128.STRONG.SYS R4, desc[UR8][R2.64] ; /*0020*/ ISETP.NE.AND P0, PT, R5, R9, PT ;"
+    assert _unread_flags(code)
+    assert not _unread_flags(code + " /*0030*/ ISETP.NE.OR P0, PT, R7, R8, P0 ;")
+    assert _unread_flags(code + " /*0030*/ IMAD.MOV.U32 R7, RZ, RZ, R8 ; /*0040*/ IADD3 R1, R7, R7, RZ ;")
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_wait_looks_at_whole_slots(architecture: str) -> None:
     assert sum(waits > 0 for waits in _waits().values()) > 50
