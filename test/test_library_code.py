@@ -24,6 +24,7 @@ ARCHITECTURES = ("80", "90", "100")
 _WHOLE_LOADS = 6
 
 
+@functools.cache
 def _dump(what: str, *options: str) -> dict[str, str]:
     """Each kernel's code."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key("gpusync::barrier", "CUDA"):
@@ -94,7 +95,7 @@ def test_a_flag_that_is_not_looked_at_is_noticed() -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_wait_looks_at_whole_slots(architecture: str) -> None:
     assert sum(waits > 0 for waits in _waits().values()) > 50
-    sass = _dump("-sass", "-arch", f"sm_{architecture}")
+    sass = dict(_dump("-sass", "-arch", f"sm_{architecture}"))
     assert not _short_of_loads(sass)
     # And it would be noticed: the code that was found, in one kernel.
     victim = next(name for name, waits in _waits().items() if waits == 2)
