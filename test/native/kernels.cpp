@@ -81,6 +81,7 @@ class Kernels {
                             rank.id(),
                             rank.ranks(),
                             2,
+                            0,
                             context,
                             {rows, rank.id(), rank.ranks()},
                             {mailboxes, rank.id(), rank.ranks()},

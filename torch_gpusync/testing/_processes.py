@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import tempfile
 import time
@@ -104,7 +105,7 @@ class _Rank:
                 break
         self.detail = _read(self.setup.stacks)[before:]
         if not self.detail:
-            self.detail = f"no stack: process state {_process_state(self._pid)}\n"
+            self.detail = f"no stack: process state {_process_state(self._pid)}{_obstacles(self._pid)}\n"
         self.kill()
 
     def dismiss(self) -> None:
@@ -298,10 +299,25 @@ def _process_state(pid: int) -> str:
     return "unknown"
 
 
+def _obstacles(pid: int) -> str:
+    """Why a process does not answer SIGUSR1, as far as the kernel tells."""
+    bit = 1 << (signal.SIGUSR1 - 1)
+    masks = dict(re.findall(r"^(\w+):\t([0-9a-f]{16})$", _read(f"/proc/{pid}/status"), re.MULTILINE))
+    words = [f", in {waiting}" if (waiting := _read(f"/proc/{pid}/wchan").strip("0\n")) else ""]
+    words += [
+        f", the signal is {what}"
+        for mask, what in (("SigBlk", "blocked"), ("SigIgn", "ignored"), ("ShdPnd", "pending"))
+        if int(masks.get(mask, "0"), 16) & bit
+    ]
+    if masks and not int(masks.get("SigCgt", "0"), 16) & bit:
+        words.append(", nobody handles the signal")
+    return "".join(words)
+
+
 def _read(path: str) -> str:
     try:
         return Path(path).read_text(errors="replace")
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return ""
 
 
