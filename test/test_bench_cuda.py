@@ -3,6 +3,7 @@ the run on several GPUs, with a stand-in for everything that it starts."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -19,9 +20,10 @@ import pytest
 import torch
 
 from torch_gpusync import SyncGroup, virtual_ranks
-from torch_gpusync.bench import cli, cuda, cuda_exchange, decode, latency, plan
+from torch_gpusync.bench import cli, cuda, cuda_exchange, decode, latency, launcher, plan
 from torch_gpusync.bench.cuda_peers import Peers
 from torch_gpusync.bench.plan import EXCHANGES, Case, Plan
+from torch_gpusync.bench.results import Measurement, with_best_of
 from torch_gpusync.bench.timing import Series, Subject
 from torch_gpusync.testing import run_threads
 
@@ -207,8 +209,9 @@ def test_figures_of_gpus_are_combined(
     monkeypatch.setattr(plan, "gpus", lambda: "two GPUs")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     what, _ = _planned("--ops", "all_gather,reduce_scatter", "--sizes", "8K")
-    figures = cli._measure_on_gpus([2], what, cli._Progress())
-    found = {(m.op, m.impl): (m.bytes, m.median_us) for m in figures}
+    figures: list[Measurement] = []
+    cli._measure_on_gpus([2], what, cli._Progress(), figures)
+    found = {(m.op, m.impl): (m.bytes, m.median_us) for m in with_best_of(figures, "symm_mem")}
     assert found["all_gather", "gpusync"] == (8192, 2.0), "the slowest rank counts"
     assert found["reduce_scatter", "symm_mem"] == (8192, 4.0), "the best of its variants"
     lines = capsys.readouterr().err.splitlines()
@@ -218,6 +221,24 @@ def test_figures_of_gpus_are_combined(
         "2 ranks, reduce_scatter 8 KiB: warming up",
         "2 ranks, reduce_scatter 8 KiB: round 1 of 2",
     ], "a log says where a run hung"
+
+
+def test_a_failure_leaves_the_figures_of_fewer_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def ranks(worker: Any, n: int, what: Any, **_: Any) -> Any:
+        if n == 4:
+            raise launcher.RankFailure("rank 3 raised RuntimeError")
+        return [[(case, [Series(case.op, "gpusync", "graph", False, 10, [2.0])]) for case in what.cases]] * n
+
+    monkeypatch.setattr(cli, "launch", ranks)
+    monkeypatch.setattr(cli, "_obstacle", lambda device: "")
+    monkeypatch.setattr(plan, "gpus", lambda: "two GPUs")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    file = tmp_path / "figures.json"
+    assert cli.main(["--device", "cuda", "--ranks", "2,4,8", "--ops", "barrier", "--json", str(file)]) == 1
+    assert [m["ranks"] for m in json.loads(file.read_text())] == [2]
+    assert "rank 3 raised" in capsys.readouterr().err
 
 
 # ---- the run on several GPUs

@@ -96,7 +96,7 @@ def test_a_flag_that_is_not_looked_at_is_noticed() -> None:
 def test_every_wait_looks_at_whole_slots(architecture: str) -> None:
     assert sum(waits > 0 for waits in _waits().values()) > 50
     sass = dict(_dump("-sass", "-arch", f"sm_{architecture}"))
-    assert not _short_of_loads(sass)
+    assert not _short_of_loads(sass), "made by ptxas 13.0? another may lay the loops out with fewer loads"
     # And it would be noticed: the code that was found, in one kernel.
     victim = next(name for name, waits in _waits().items() if waits == 2)
     sass[victim] = sass[victim].replace("LDG.E.64.STRONG.SYS", "LDG.E.STRONG.SYS", 2)

@@ -447,9 +447,12 @@ class SyncGroup(SyncMethods):
     def close(self) -> None:
         """Give up the group in this process; its ops fail from now on. Idempotent, and not collective.
 
-        It waits for what this rank has launched. A peer that still waits for this rank is told then. A CUDA graph that
-        is replayed later does what it does in a broken group: its ops return at once and their outputs are NaN. It
-        keeps the memory that this takes (the staging memory is part of it) until it is destroyed, too.
+        It waits for what this rank has launched, but for graphs: a peer that still waits for this rank is told before
+        replays under way have ended, and may give them up, so let those of all ranks end first. With a process for
+        each rank, do not close a group while anything is being captured in one: giving mapped memory back ends that
+        capture. A CUDA graph that is replayed later does what it does in a broken group: its ops return at once and
+        their outputs are NaN. It keeps the memory that this takes (the staging memory is part of it) until it is
+        destroyed, too.
 
         To make the group again under the same name, pass ``name=``: default names count up. Compiled functions know a
         group by its name and reach the new one; captured CUDA graphs do not, nor does this object, whose rank and world

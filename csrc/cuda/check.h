@@ -37,7 +37,11 @@ class DeviceGuard {
 /// capturing; freeing memory waits as well, and does not, given OutsideCaptures.
 inline void wait_for_device() {
   void* nothing = nullptr;
-  if (cudaMalloc(&nothing, 1) == cudaSuccess) (void)cudaFree(nothing);
+  if (cudaMalloc(&nothing, 1) == cudaSuccess) {
+    (void)cudaFree(nothing);
+  } else {
+    (void)cudaGetLastError();  // else the next launch of this thread would be blamed
+  }
 }
 
 /// The graph that `stream`, which is being captured, adds to.

@@ -31,6 +31,7 @@ ON_GPU = DEVICE == "cuda"
 RANKS = int(
     os.environ.get("GPUSYNC_TEST_RANKS", "3")
 )  # of processes: fewer where each has a GPU and there are but two
+PATIENCE = float(os.environ.get("GPUSYNC_TEST_PATIENCE", "110"))  # seconds that processes may take
 TIMEOUT = 20.0  # seconds that a wait of a test may take that is not about timeouts
 
 _MARGIN, _CANARY = 4096, 0xA5
@@ -135,7 +136,7 @@ def in_processes(
 ) -> list[Any]:
     """Runs `body(sync, *args)` in `n` processes that share the GPU, or have one each. Their group must be whole at the
     end, unless the test `breaks` it."""
-    return run_ranks(_in_process, n, body, args, breaks, timeout=timeout, env=env, lost=lost)
+    return run_ranks(_in_process, n, body, args, breaks, timeout=min(timeout, PATIENCE), env=env, lost=lost)
 
 
 def take_gpu(rank: int) -> None:

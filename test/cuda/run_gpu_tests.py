@@ -28,6 +28,12 @@ from typing import IO, NoReturn
 
 HERE = Path(__file__).resolve().parent
 TOTAL_LIMIT = 22 * 60.0  # seconds, all parts together
+# Programs that use NVLink multicast can put shared GPUs out of service.
+MULTICAST_OFF = {
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
 PYTEST_WHEELS = ("pytest", "pluggy", "iniconfig", "packaging", "pygments", "Pygments")
 
 
@@ -294,6 +300,7 @@ def main() -> int:
         unpack(options.wheel, site, options.python)
         env = {
             **os.environ,
+            **MULTICAST_OFF,
             "PYTHONPATH": str(site),
             "PYTHONSAFEPATH": "1",  # the source folder would hide the wheel
             "PYTHONUNBUFFERED": "1",
@@ -302,9 +309,10 @@ def main() -> int:
         gpu = describe_gpu(options.python, env)
         env |= preload(options.python, env)
         print(f"test-gpu: {options.wheel.name} on {gpu}", flush=True)
+        prepared = time.monotonic()
         for name in chosen:
             part = PARTS[name]
-            limit = min(part.limit, options.limit - (time.monotonic() - started))
+            limit = min(part.limit, options.limit - (time.monotonic() - prepared))
             if limit <= 0:
                 results[name] = Result(note="not run: no time was left")
                 continue
@@ -312,6 +320,8 @@ def main() -> int:
             with contextlib.ExitStack() as stack:
                 # A hardware queue for each of up to 32 virtual ranks. (Eight processes under MPS cannot have so many.)
                 more = {} if part.processes else {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+                # Ranks that hang are told of, with their stacks, while there is time for it.
+                patience = {"GPUSYNC_TEST_PATIENCE": str(0.6 * limit)}
                 if part.mps:
                     more = {**stack.enter_context(mps(Path(folder))), "GPUSYNC_TEST_SHARING": "mps"}
                 if part.own_gpus:
@@ -320,7 +330,7 @@ def main() -> int:
                         stop(f"part {name} needs two GPUs, and torch sees {count}")
                     more = {"GPUSYNC_TEST_SHARING": "none", "GPUSYNC_TEST_RANKS": str(min(count, 3))}
                 results[name] = run_part(
-                    name, part, options.python, {**env, **more}, log, limit, options.select
+                    name, part, options.python, {**env, **more, **patience}, log, limit, options.select
                 )
     print(f"\n{gpu}")
     print(f"{'part':<12}{'passed':>8}{'failed':>8}{'seconds':>9}")

@@ -23,11 +23,6 @@ from pathlib import Path
 import run_gpu_tests
 
 HERE = Path(__file__).resolve().parent
-MULTICAST_OFF = {
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NVSHMEM_DISABLE_NVLS": "1",
-}
 GRACE = 10.0  # seconds for a step that has been told to end
 LIMIT = "{limit}"  # in a command: the seconds that it has, less those in which it reports
 
@@ -90,7 +85,9 @@ def run(command: list[str], env: dict[str, str], output: Path, limit: float) -> 
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # what has been measured is still written, and MPS ended
+            process.send_signal(
+                signal.SIGINT
+            )  # what numbers of ranks have been measured is still written, and MPS ended
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE)
         finally:
@@ -135,6 +132,9 @@ def main() -> int:
     )
     parser.add_argument("--skip", default="", help="steps to leave out, such as tests,compile,tune")
     options = parser.parse_args()
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # for the steps, also when this runs in the background
     started = time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
     out = options.out.resolve()
@@ -157,7 +157,7 @@ def main() -> int:
         run_gpu_tests.unpack(options.wheel, Path(folder), options.python)
         env = {
             **os.environ,
-            **MULTICAST_OFF,
+            **run_gpu_tests.MULTICAST_OFF,
             "PYTHONPATH": folder,
             "PYTHONSAFEPATH": "1",
             "PYTHONUNBUFFERED": "1",

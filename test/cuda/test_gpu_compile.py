@@ -7,6 +7,7 @@ import functools
 
 import pytest
 from compiled_bodies import Step, in_order, under_compile
+from gpu_ranks import PATIENCE
 
 from torch_gpusync.testing import run_ranks
 
@@ -23,7 +24,7 @@ def _run(mode: str) -> Findings | BaseException:
     # ATen's matrix products only: tuning Triton's takes minutes and is not what is tested here.
     env = {"TORCHINDUCTOR_MAX_AUTOTUNE_GEMM_BACKENDS": "ATEN"}
     try:
-        results: Findings = run_ranks(under_compile, 3, mode, timeout=110, env=env)
+        results: Findings = run_ranks(under_compile, 3, mode, timeout=min(110, PATIENCE), env=env)
     except BaseException as error:  # once: the mode's other checks fail with it, not anew
         return error
     return results

@@ -299,3 +299,33 @@ def test_case_30_a_barrier_between_two_pointwise_kernels() -> None:
             y = [torch.sin(x[r]) * 2 for r in range(3)]
             for r in range(3):
                 torch.testing.assert_close(results[r], torch.cos(y[(r + 1) % 3]) + y[r])
+
+
+@pytest.mark.parametrize("n", [3, 8])
+def test_the_other_collectives_in_a_graph(n: int) -> None:
+    rows = 500
+    with virtual_group(n) as ranks:
+        x = [torch.zeros(n * rows).cuda() for _ in ranks]
+        torch.cuda.synchronize()
+
+        def body(sync: SyncGroup) -> list[Tensor]:
+            mine = x[sync.rank]
+            results = [sync.all_gather(mine), sync.all_to_all(mine), sync.broadcast(mine, 1)]
+            return [*results, sync.reduce_scatter(mine), sync.reduce(mine, n - 1, "max")]
+
+        graph, results = capture(ranks, body)
+        for k in range(50):
+            values = [torch.arange(n * rows) % 97 + 100.0 * rank + k for rank in range(n)]
+            for mine, value in zip(x, values, strict=True):
+                mine.copy_(value)
+            torch.cuda.synchronize()
+            graph.replay()
+            torch.cuda.synchronize()
+            parts = [value.view(n, rows) for value in values]
+            total, most = torch.stack(values).sum(0), torch.stack(values).max(0).values
+            for rank, (gathered, exchanged, broadcast, scattered, reduced) in enumerate(results):
+                assert torch.equal(gathered.cpu(), torch.cat(values))
+                assert torch.equal(exchanged.cpu(), torch.cat([part[rank] for part in parts]))
+                assert torch.equal(broadcast.cpu(), values[1])
+                assert torch.equal(scattered.cpu(), total.view(n, rows)[rank])
+                assert torch.equal(reduced.cpu(), most if rank == n - 1 else torch.zeros_like(most))

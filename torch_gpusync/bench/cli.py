@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="gpusync-bench-") as folder:
             if options.device == "cuda":
-                measurements += _measure_on_gpus(ranks, plan, progress)
+                _measure_on_gpus(ranks, plan, progress, measurements)
             else:
                 mpi = _find_mpi(Path(folder), progress)
                 for n in ranks:
@@ -61,6 +61,8 @@ def main(argv: list[str] | None = None) -> int:
         progress.line("interrupted")
         failed = True
     progress.line(plans.machine())
+    if options.device == "cuda":
+        measurements = with_best_of(measurements, "symm_mem")
     print(table(measurements))
     if options.json:
         write_json(measurements, options.json)
@@ -192,10 +194,12 @@ def _measure(n: int, plan: Plan, mpi: Mpi | None, progress: _Progress) -> list[M
     return measurements
 
 
-def _measure_on_gpus(ranks: list[int], plan: Plan, progress: _Progress) -> list[Measurement]:
-    """One process for each rank, on a GPU of its own where there are enough, else under MPS on the same."""
+def _measure_on_gpus(
+    ranks: list[int], plan: Plan, progress: _Progress, measurements: list[Measurement]
+) -> None:
+    """One process for each rank, on a GPU of its own where there are enough, else under MPS on the same. Adds to
+    ``measurements`` with every number of ranks, so that a failure at one leaves those before it."""
     progress.line(f"{plans.gpus()}, CUDA {torch.version.cuda}")
-    measurements: list[Measurement] = []
     shared = any(n > torch.cuda.device_count() for n in ranks)
     with mps.running() if shared else contextlib.nullcontext("MPS: not needed") as situation:
         progress.line(situation)
@@ -210,7 +214,6 @@ def _measure_on_gpus(ranks: list[int], plan: Plan, progress: _Progress) -> list[
                 if m.ranks == n:
                     size = f" {plans.human(m.bytes)}" if m.bytes else ""
                     progress.line(f"  {n} ranks: {m.op}{size}, {m.impl}, {m.mode}: {m.median_us:.2f} µs")
-    return with_best_of(measurements, "symm_mem")
 
 
 def _tune(path: Path, ranks: list[int], progress: _Progress) -> int:

@@ -34,8 +34,7 @@ def run_rank(context: Context, plan: Plan) -> list[tuple[Case, list[Series]]]:
     device = torch.device("cuda", context.rank % count)
     torch.cuda.set_device(device)
     own_gpu = context.world_size <= count
-    # NVLink multicast stays off: programs that use it can put shared GPUs out of service.
-    os.environ.update(TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NCCL_NVLS_ENABLE="0")
+    multicast_off()
     if not own_gpu:
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     context.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo")
@@ -48,6 +47,11 @@ def run_rank(context: Context, plan: Plan) -> list[tuple[Case, list[Series]]]:
         sync.close()
         torch.cuda.synchronize()
         dist.destroy_process_group()
+
+
+def multicast_off() -> None:
+    """NVLink multicast stays off: programs that use it can put shared GPUs out of service."""
+    os.environ.update(TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NCCL_NVLS_ENABLE="0", NVSHMEM_DISABLE_NVLS="1")
 
 
 def meet() -> None:

@@ -92,7 +92,9 @@ def _subject(impl: str, reduce: Reduce, is_peer: bool, batch: int, sync: SyncGro
 
     def check() -> None:
         with torch.no_grad():
-            torch.testing.assert_close(step(), blocks(x), rtol=0.05, atol=0.05)
+            actual, expected = step().float(), blocks(x).float()
+            # As wholes: compiled code rounds to bf16 less often. A missing or wrong reduction is off by its own size.
+            assert (actual - expected).norm() < 0.05 * expected.norm()
         torch.cuda.synchronize()
 
     return Subject("decode", impl, step, "compile", is_peer, _BLOCKS, check=check)

@@ -15,7 +15,7 @@ from torch_gpusync import SyncGroup
 from torch_gpusync.ops import ops
 from torch_gpusync.tuning import flatten
 
-from .cuda import graph_of, meet
+from .cuda import graph_of, meet, multicast_off
 from .launcher import Context
 
 _SIZES = [1 << exponent for exponent in range(12, 25)]  # 4 KiB to 16 MiB
@@ -35,6 +35,7 @@ def run_rank(context: Context, own_gpu: bool) -> list[dict[str, Any]]:
     """The fastest choice for each size, as rows of a table; the same on all ranks."""
     device = torch.device("cuda", context.rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
+    multicast_off()
     context.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo")
     sync = SyncGroup(device=device, channels=1, timeout=context.timeout_s)
     rows: list[dict[str, Any]] = []
