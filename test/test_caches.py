@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from rank_tools import check_health
@@ -130,11 +129,16 @@ def test_case_34_a_changed_registration_is_not_served_from_the_cache(tmp_path: P
     assert _program(versions[1], tmp_path / "cache") == ["30.0 30.0 30.0 30.0 0", "3.0 3.0 3.0 3.0 1"]
 
 
-def test_a_tag_of_the_users_own_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tag_of_the_users_own_is_kept() -> None:
     from torch.compiler import config
 
-    ours = torch_gpusync._caches.tag()
-    assert ours in config.cache_key_tag
-    monkeypatch.setattr(config, "cache_key_tag", "theirs")
-    torch_gpusync._caches.separate()
-    assert config.cache_key_tag == f"theirs+{ours}"
+    ours, before = torch_gpusync._caches.tag(), config.cache_key_tag
+    assert ours in before
+    try:
+        config.cache_key_tag = "theirs"
+        torch_gpusync._caches.separate()
+        assert config.cache_key_tag == f"theirs+{ours}"
+    finally:
+        config.cache_key_tag = (
+            before  # by hand: pytest's monkeypatch may delete it, and nothing compiles any more
+        )
