@@ -36,7 +36,7 @@ struct alignas(16) Pack {
   T items[kItems];
 };
 
-/// For what this block reads once: without a place in L1, which would cost up to a fifth of a large two-shot.
+/// For what this block reads once: without a place in L1 (docs/performance_gpu.md has what it saves).
 /// Not moved across the barriers, whose accesses are volatile, too.
 template <class T>
 __device__ __forceinline__ Pack<T> load_once(const Pack<T>* pack) {

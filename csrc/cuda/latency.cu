@@ -11,6 +11,7 @@ namespace {
 constexpr uint32_t kPolls = 1u << 21;
 
 struct PingPong {
+  WaitContext wait;
   uint64_t* theirs;      // in the peer's pad
   const uint64_t* mine;  // in my own
   int32_t* token;
@@ -36,6 +37,7 @@ __global__ void __launch_bounds__(32) ping_pong_kernel(const __grid_constant__ P
   touch(p.token);
   if (threadIdx.x != 0) return;
   *p.elapsed_ns = -1;
+  if (!DeviceWait(p.wait).ready()) return;  // broken or closed: nothing of a peer's is touched
   uint32_t polls = kPolls;
   uint64_t start = 0;
   for (uint32_t k = 0; k <= p.rounds; ++k) {
@@ -63,7 +65,8 @@ void Group::ping_pong(const Launch& launch, int64_t peer, int64_t first, int64_t
                              std::to_string(kMaxPingPongRounds) + " rounds");
   }
   // The words that the construction tried the mappings out with: nothing else uses them.
-  const PingPong params{in_pad<uint64_t>(other, m_layout.probe(me)),
+  const PingPong params{context(0),
+                        in_pad<uint64_t>(other, m_layout.probe(me)),
                         in_pad<uint64_t>(me, m_layout.probe(other)),
                         launch.token,
                         elapsed_ns,

@@ -116,7 +116,7 @@ struct DeviceHandle {
   /// Breaks the group for a launch that it does not allow: beyond max_blocks lies what is the next channel's.
   GPUSYNC_HD bool is_allowed(uint32_t fingerprint) const {
     if (block::count() <= max_blocks && block::is_flat()) return true;
-    DeviceWait(wait).fail(DeviceReason::kBadGrid, fingerprint);
+    if (block::lane() == 0) DeviceWait(wait).fail(DeviceReason::kBadGrid, fingerprint);
     return false;
   }
 

@@ -238,11 +238,14 @@ GPUSYNC_HD bool go_on(const WaitContext& context, const Semaphore& mine, uint64_
 
 /// Breaks the group for another reason than a wait.
 GPUSYNC_HD void fail(const WaitContext& context, DeviceReason reason, uint32_t fingerprint) {
-  while (!move_claim(*context.escape, 0, 1 + context.escape->rank)) {
+  for (;;) {
+    if (move_claim(*context.escape, 0, 1 + context.escape->rank)) {
+      write_failure(context, reason, 0, 0, Arrival{0, fingerprint}.pack(), nullptr);
+      announce_broken(*context.escape);
+      return;
+    }
     if (!settle(context, true)) return;  // broken by another; a decision for a whole group is waited for
   }
-  write_failure(context, reason, 0, 0, Arrival{0, fingerprint}.pack(), nullptr);
-  announce_broken(*context.escape);
 }
 
 }  // namespace escape

@@ -83,7 +83,7 @@ class PullController {
 
   /// Does `wait_for(peer)` hold for all of my lane's peers? Leaves the loop when one does not: with a flag
   /// carried through the loop, ptxas 13.0 made some kernels for sm_90 of it that took every peer for arrived
-  /// (test/test_ptx.py looks at all of them).
+  /// (test/test_library_code.py looks at all of them).
   template <class WaitFor>
   GPUSYNC_HD bool for_my_peers(WaitFor&& wait_for) const {
     for (uint32_t peer = block::lane(); peer < m_world_size; peer += block::lanes()) {
