@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_gpusync import _token, cuda_memory, errors, memory, rendezvous, reset
+from torch_gpusync.arguments import as_device, as_seconds, checked_shape, default_device, is_whole
 from torch_gpusync.buffer import SymmetricBuffer
 from torch_gpusync.cuda_memory import PeerMemory, SharedBetweenProcesses
 from torch_gpusync.errors import SyncError
@@ -44,30 +45,6 @@ def _forget_parent() -> None:
 os.register_at_fork(after_in_child=_forget_parent)
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _checked_shape(shape: Sequence[int]) -> torch.Size:
-    try:
-        size = torch.Size(shape)
-    except TypeError:
-        raise SyncError(f"shape must be a sequence of whole numbers, not {shape!r}") from None
-    if any(extent < 0 for extent in size):
-        raise SyncError(f"shape must not have negative sizes, got {list(size)}")
-    return size
-
-
-def _seconds(timeout: float | timedelta) -> float:
-    try:
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    except (TypeError, ValueError):
-        raise SyncError(f"gpusync: timeout must be seconds or a timedelta, got {timeout!r}") from None
-    if not seconds > 0:
-        raise SyncError(f"gpusync: timeout must be positive, got {seconds} s")
-    return seconds
-
-
 def _host() -> dict[str, str]:
     """What tells whether two ranks can share memory: the host's name and boot."""
     try:
@@ -91,31 +68,6 @@ def _check_one_host(name: str, hosts: list[dict[str, str]]) -> None:
     raise SyncError(
         f"gpusync: the ranks of group '{name}' run on different hosts ({listed}): a SyncGroup works within "
         "one host. Make one for the ranks of each host, and let torch.distributed do the step between hosts"
-    )
-
-
-def _device(device: torch.device | str) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError):
-        raise SyncError(f"gpusync: device must be 'cpu', 'cuda' or 'cuda:N', not {device!r}") from None
-
-
-def _default_device(group: dist.ProcessGroup) -> torch.device:
-    """The device that the process group itself works on."""
-    bound = group.bound_device_id
-    if bound is not None:
-        return bound
-    backends = str(dist.get_backend_config(group))
-    if "nccl" in backends:
-        if torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())
-        if "gloo" not in backends:
-            raise SyncError("gpusync: the process group uses NCCL but this process sees no GPU: pass device=")
-    if "gloo" in backends or "mpi" in backends:
-        return torch.device("cpu")
-    raise SyncError(
-        f"gpusync: cannot tell the device from the process group's back ends ({backends}): pass device="
     )
 
 
@@ -162,8 +114,8 @@ class SyncGroup(SyncMethods):
         state = rendezvous.of_group(process_group)
         shared_name = name if name is not None else rendezvous.default_name(process_group)
         try:
-            where = _device(device) if device is not None else _default_device(process_group)
-            seconds = _seconds(timeout)
+            where = as_device(device) if device is not None else default_device(process_group)
+            seconds = as_seconds(timeout)
         except SyncError as error:
             deadline = Deadline(DEFAULT_TIMEOUT)
             with state.rendezvous.turn("SyncGroup", shared_name, deadline):
@@ -293,9 +245,9 @@ class SyncGroup(SyncMethods):
                 f"a group has at most {MAX_RANKS} ranks, not {self.world_size}: make one for each part of "
                 "them, with torch.distributed.new_group"
             )
-        if not _is_whole(self.channels) or not 1 <= self.channels <= MAX_CHANNELS:
+        if not is_whole(self.channels) or not 1 <= self.channels <= MAX_CHANNELS:
             return f"channels must be a whole number from 1 to {MAX_CHANNELS}, not {self.channels!r}"
-        if not _is_whole(buffer_bytes) or not 1 <= buffer_bytes <= MAX_BUFFER_BYTES:
+        if not is_whole(buffer_bytes) or not 1 <= buffer_bytes <= MAX_BUFFER_BYTES:
             return f"buffer_bytes must be a whole number from 1 to {MAX_BUFFER_BYTES}, not {buffer_bytes!r}"
         if self.device.type == "cuda":
             if capturing := cuda_memory.complain_of_capture("a group"):
@@ -322,7 +274,7 @@ class SyncGroup(SyncMethods):
 
     @timeout.setter
     def timeout(self, value: float | timedelta) -> None:
-        seconds = _seconds(value)
+        seconds = as_seconds(value)
         self._ask(ops._set_timeout, seconds)
         self._timeout = seconds
 
@@ -353,7 +305,7 @@ class SyncGroup(SyncMethods):
         try:
             if not isinstance(name, str) or not name:
                 raise SyncError(f"name must be a string that is not empty, not {name!r}")
-            size = _checked_shape(shape)
+            size = checked_shape(shape)
             if not isinstance(dtype, torch.dtype) or dtype in _QUANTIZED:
                 raise SyncError(f"dtype must be a torch.dtype and not a quantized one, not {dtype!r}")
             if self.device.type == "cuda" and (capturing := cuda_memory.complain_of_capture("a buffer")):

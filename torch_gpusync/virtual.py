@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from torch_gpusync import _token, cuda_memory, reset
+from torch_gpusync.arguments import as_device, as_seconds
 from torch_gpusync.buffer import SymmetricBuffer
 from torch_gpusync.cuda_memory import SharedInProcess
 from torch_gpusync.errors import SyncError
-from torch_gpusync.group import DEFAULT_TIMEOUT, MAX_RANKS, SyncGroup, _device, _seconds
+from torch_gpusync.group import DEFAULT_TIMEOUT, MAX_RANKS, SyncGroup
 from torch_gpusync.rendezvous import Rendezvous
 
 _default_names = 0
@@ -65,8 +66,8 @@ def virtual_ranks(
         raise SyncError(f"gpusync: virtual_ranks makes 1 to {MAX_RANKS} ranks, not {n!r}")
     if name is not None and (not isinstance(name, str) or not name):
         raise SyncError(f"gpusync: name must be a string that is not empty, not {name!r}")
-    seconds = _seconds(timeout)
-    device = _device(device)
+    seconds = as_seconds(timeout)
+    device = as_device(device)
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
     if on_gpu:
         if n > _MAX_STREAMS:
