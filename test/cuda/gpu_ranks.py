@@ -184,6 +184,19 @@ def late(microseconds: float) -> None:
         time.sleep(microseconds * 1e-6)
 
 
+def launch(
+    ranks: Sequence[SyncGroup], call: Callable[[SyncGroup], Any], absent: Sequence[int] = ()
+) -> list[Any]:
+    """Makes the call on every virtual rank but the absent ones, and waits for the GPU."""
+    results = []
+    for sync in ranks:
+        if sync.rank not in absent:
+            with on(sync):
+                results.append(call(sync))
+    torch.cuda.synchronize()
+    return results
+
+
 def to_device(x: torch.Tensor) -> torch.Tensor:
     return x.to(DEVICE)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from gpu_ranks import drive, late, on, virtual_group
+from gpu_ranks import drive, late, launch, on, virtual_group
 from graph_tools import capture, capture_each, replay
 from op_bodies import ALGOS, messages
 from rank_tools import expect
@@ -16,19 +16,6 @@ from test_ops import DTYPES
 from torch import Tensor
 
 from torch_gpusync import SyncError, SyncGroup, SyncMismatchError, SyncTimeoutError, virtual_buffers
-
-
-def launch(
-    ranks: Sequence[SyncGroup], call: Callable[[SyncGroup], object], absent: Sequence[int] = ()
-) -> list[object]:
-    """Makes the call on every rank but the absent ones, and waits for the GPU."""
-    results: list[object] = []
-    for sync in ranks:
-        if sync.rank not in absent:
-            with on(sync):
-                results.append(call(sync))
-    torch.cuda.synchronize()
-    return results
 
 
 def poison(dtype: torch.dtype) -> Callable[[Tensor], bool]:

@@ -8,14 +8,14 @@ import os
 import shutil
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 import user_kernel
 from device_code import build_library
-from gpu_ranks import drive, keep_pace, late, on, virtual_group
+from gpu_ranks import drive, keep_pace, late, launch, virtual_group
 from graph_tools import capture
 from op_bodies import messages
 from rank_tools import expect
@@ -65,19 +65,6 @@ def inputs(n: int, seed: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
     x = [base + 1000 * r + 7 * seed for r in range(N)]
     bias = [base * 2 + 10 * r + seed for r in range(N)]
     return x, bias, sum((x[r] + bias[r] for r in range(N)), torch.zeros(n))
-
-
-def launch(
-    ranks: Sequence[SyncGroup], call: Callable[[SyncGroup], Tensor | None], absent: Sequence[int] = ()
-) -> list[Tensor | None]:
-    """Makes the call on every rank but the absent ones, and waits for the GPU."""
-    results = []
-    for sync in ranks:
-        if sync.rank not in absent:
-            with on(sync):
-                results.append(call(sync))
-    torch.cuda.synchronize()
-    return results
 
 
 def check_whole(ranks: Sequence[SyncGroup], sum_rows: Sequence[SumRows], n: int = 1000) -> None:
