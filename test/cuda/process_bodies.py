@@ -54,7 +54,7 @@ def replays(sync: SyncGroup, count: int) -> None:
 
 
 def replays_after_close(sync: SyncGroup) -> None:
-    """This rank's graph when all ranks have closed the group, and peers' memory is mapped no more."""
+    """This rank's graph when all ranks have closed the group, and the symmetric buffer is gone."""
     n, r = sync.world_size, sync.rank
     buffer = sync.buffer("x", (5000,), torch.float32)
     x = torch.full((5000,), r + 1.0).cuda()

@@ -16,7 +16,7 @@ import torch
 from gpu_ranks import drive, virtual_group
 from op_bodies import ALGOS, Case, copies, exchanges, layouts, messages, pushes, reductions, signals
 
-from torch_gpusync import SyncTimeoutError, cuda_memory, virtual, virtual_buffers, virtual_ranks
+from torch_gpusync import cuda_memory, virtual, virtual_buffers, virtual_ranks
 from torch_gpusync.testing import RankError
 
 
@@ -41,12 +41,10 @@ def every_op(n: int) -> bool:
                     for algo in ALGOS
                 ],
             )
-        except RankError:
-            try:
-                ranks[0].check()
-            except SyncTimeoutError:
+        except RankError as error:
+            if all("SyncTimeoutError" in text for text in error.failed.values()):
                 return False
-            raise
+            raise  # a rank found something else, for which its peers may have waited in vain
     return True
 
 
