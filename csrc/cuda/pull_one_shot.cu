@@ -8,29 +8,32 @@ namespace {
 /// after the kernel of call k + 1, which has heard from blocks of every peer that started after the peer's
 /// kernel k had ended.
 template <class T, uint32_t kRanks>
-__global__ void __launch_bounds__(512) pull_one_shot_kernel(const __grid_constant__ AllReduceParams p) {
-  const auto* input = static_cast<const T*>(p.input);
+__global__ void __launch_bounds__(512, 2) pull_one_shot_kernel(const __grid_constant__ AllReduceParams p) {
   auto* output = static_cast<T*>(p.output);
-  const uint64_t packs = packs_of<T>(p.numel);
-  const uint64_t first = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  const uint64_t stride = uint64_t{gridDim.x} * blockDim.x;
   const uint32_t call = call_number(p);
   const uint64_t half = (call % kHalves) * p.half_bytes;
+  const auto staged = [&](uint32_t r) { return reinterpret_cast<Pack<T>*>(p.area[r] + half); };
 
-  auto* mine = reinterpret_cast<Pack<T>*>(p.area[p.pull.rank()] + half);
-  const bool input_aligned = is_aligned(input);
-  for (uint64_t i = first; i < packs; i += stride) mine[i] = load_pack(input, i, p.numel, input_aligned);
+  copy_in(staged(p.pull.rank()), static_cast<const T*>(p.input), p.numel);
 
   const bool complete = p.pull.sync<true, true>(p.key, DeviceWait(p.wait));
 
-  const bool output_aligned = is_aligned(output);
-  for (uint64_t i = first; i < packs; i += stride) {
-    const auto part = [&](uint32_t r) {
-      return load_once(reinterpret_cast<const Pack<T>*>(p.area[r] + half) + i);
-    };
-    store_pack(output, i, p.numel, output_aligned,
-               complete ? reduce_ranks<T, kRanks>(p, part) : poison<Pack<T>>(p.dtype));
-  }
+  const MyPacks mine;
+  mine.visit<kReducedAtOnce<kRanks>>(
+      complete ? whole_packs(output, p.numel) : 0, packs_of<T>(p.numel),
+      [&](uint64_t i, auto n) {
+        reduce_ranks<T, kRanks>(
+            p, n, [&](uint32_t r, uint32_t u) { return load_once(staged(r) + mine.at(i, u)); },
+            [&](uint32_t u, const Pack<T>& result) {
+              reinterpret_cast<Pack<T>*>(output)[mine.at(i, u)] = result;
+            });
+      },
+      [&](uint64_t i) {
+        const Pack<T> result = complete
+                                   ? reduce_odd<T>(p, [&](uint32_t r) { return load_once(staged(r) + i); })
+                                   : poison<Pack<T>>(p.dtype);
+        store_pack(output, i, p.numel, is_aligned(output), result);
+      });
   touch(p.token);
   finish_call(p, call);
 }

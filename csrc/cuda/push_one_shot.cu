@@ -89,7 +89,7 @@ __device__ __forceinline__ void store_half(T* data, uint64_t index, uint64_t num
 /// Block 0 also announces the call in the peers' slots, relaxed and without waiting: what a wait that takes
 /// too long looks at, to tell who is missing or does something else.
 template <class T, uint32_t kRanks>
-__global__ void __launch_bounds__(512) push_one_shot_kernel(const __grid_constant__ AllReduceParams p) {
+__global__ void __launch_bounds__(512, 2) push_one_shot_kernel(const __grid_constant__ AllReduceParams p) {
   const auto* input = static_cast<const T*>(p.input);
   auto* output = static_cast<T*>(p.output);
   const uint32_t world_size = kRanks != 0 ? kRanks : p.pull.world_size();
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(512) push_one_shot_kernel(const __grid_constan
   };
   // Receives parcel i of every rank, reduces and stores; false: not all here yet after that many polls.
   const auto receive = [&](uint64_t i) {
-    Reduction<T, Half<T>> sum(p);
+    Reduction<T, Half<T>> sum;
     if constexpr (kRanks != 0) {
       Parcel parcels_of[kRanks];
       bool here = false;
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(512) push_one_shot_kernel(const __grid_constan
 #pragma unroll
       for (uint32_t r = 0; r < kRanks; ++r) {
         const Half<T> data = r == rank ? own : unpack<T>(parcels_of[r]);
-        r == 0 ? sum.first(data) : sum.template add<true>(data);
+        r == 0 ? sum.first(data) : sum.template add<true>(p, data);
       }
     } else {
       for (uint32_t r = 0; r < world_size; ++r) {
@@ -156,10 +156,10 @@ __global__ void __launch_bounds__(512) push_one_shot_kernel(const __grid_constan
           }
           data = unpack<T>(parcel);
         }
-        r == 0 ? sum.first(data) : sum.template add<false>(data);
+        r == 0 ? sum.first(data) : sum.template add<false>(p, data);
       }
     }
-    store_half(output, i, p.numel, sum.result());
+    store_half(output, i, p.numel, sum.result(p));
     return true;
   };
 

@@ -20,27 +20,25 @@ class Reduction {
   using E = Element<T>;
   static constexpr uint32_t kItems = P::kItems;
 
-  __device__ __forceinline__ explicit Reduction(const AllReduceParams& p)
-      : m_op(p.reduce_op), m_scale(p.scale) {}
-
   __device__ __forceinline__ void first(const P& pack) {
 #pragma unroll
     for (uint32_t k = 0; k < kItems; ++k) m_sum[k] = E::load(pack.items[k]);
   }
 
   template <bool kSum>
-  __device__ __forceinline__ void add(const P& pack) {
+  __device__ __forceinline__ void add(const AllReduceParams& p, const P& pack) {
 #pragma unroll
-    for (uint32_t k = 0; k < kItems; ++k) m_sum[k] = apply<kSum>(m_sum[k], E::load(pack.items[k]));
+    for (uint32_t k = 0; k < kItems; ++k)
+      m_sum[k] = apply<kSum>(p.reduce_op, m_sum[k], E::load(pack.items[k]));
   }
 
-  __device__ __forceinline__ P result() const {
+  __device__ __forceinline__ P result(const AllReduceParams& p) const {
     P pack;
 #pragma unroll
     for (uint32_t k = 0; k < kItems; ++k) {
       auto value = m_sum[k];
       if constexpr (!std::is_integral_v<T>) {
-        if (m_op == ReduceOp::kAvg) value *= static_cast<A>(m_scale);
+        if (p.reduce_op == ReduceOp::kAvg) value *= static_cast<A>(p.scale);
       }
       pack.items[k] = E::store(value);
     }
@@ -51,9 +49,9 @@ class Reduction {
   using A = typename E::Accumulator;
 
   template <bool kSum>
-  __device__ __forceinline__ A apply(A a, A b) const {
+  __device__ __forceinline__ static A apply(ReduceOp op, A a, A b) {
     if constexpr (kSum) return a + b;
-    switch (m_op) {
+    switch (op) {
       case ReduceOp::kMax: return b > a || b != b ? b : a;  // a NaN on either side wins
       case ReduceOp::kMin: return b < a || b != b ? b : a;
       case ReduceOp::kSum:
@@ -63,28 +61,57 @@ class Reduction {
   }
 
   A m_sum[kItems];
-  ReduceOp m_op;
-  double m_scale;
 };
 
-/// Reduces what `part(r)` loads for every rank r. With the number of ranks known when compiling, all loads
-/// are in flight before the first is used.
-template <class T, uint32_t kRanks, class Part>
-__device__ __forceinline__ Pack<T> reduce_ranks(const AllReduceParams& p, Part&& part) {
-  Reduction<T, Pack<T>> sum(p);
+/// Packs of a tensor that a thread reduces at once: it has 8 of the ranks' packs in flight. With the number
+/// of ranks unknown, two packs and one rank, for more cost registers (see kResident).
+template <uint32_t kRanks>
+inline constexpr uint32_t kReducedAtOnce = kRanks == 0 ? 2 : 8 / kRanks;
+
+/// Reduces n packs: `part(r, u)` loads the u-th of rank r, `store(u, result)` takes the result. With the
+/// number of ranks known when compiling, all loads are in flight before the first is used; else one rank's.
+template <class T, uint32_t kRanks, uint32_t n, class Part, class Store>
+__device__ __forceinline__ void reduce_ranks(const AllReduceParams& p, AtOnce<n>, Part&& part,
+                                             Store&& store) {
   if constexpr (kRanks != 0) {
-    Pack<T> parts[kRanks];
+    Pack<T> parts[n][kRanks];
 #pragma unroll
-    for (uint32_t r = 0; r < kRanks; ++r) parts[r] = part(r);
-    sum.first(parts[0]);
+    for (uint32_t u = 0; u < n; ++u)
 #pragma unroll
-    for (uint32_t r = 1; r < kRanks; ++r) sum.template add<true>(parts[r]);
-    return sum.result();
+      for (uint32_t r = 0; r < kRanks; ++r) parts[u][r] = part(r, u);
+#pragma unroll
+    for (uint32_t u = 0; u < n; ++u) {
+      Reduction<T, Pack<T>> sum;
+      sum.first(parts[u][0]);
+#pragma unroll
+      for (uint32_t r = 1; r < kRanks; ++r) sum.template add<true>(p, parts[u][r]);
+      store(u, sum.result(p));
+    }
   } else {
-    sum.first(part(0));
-    for (uint32_t r = 1; r < p.pull.world_size(); ++r) sum.template add<false>(part(r));
-    return sum.result();
+    Reduction<T, Pack<T>> sums[n];
+#pragma unroll
+    for (uint32_t u = 0; u < n; ++u) sums[u].first(part(0, u));
+    for (uint32_t r = 1; r < p.pull.world_size(); ++r) {
+      Pack<T> parts[n];
+#pragma unroll
+      for (uint32_t u = 0; u < n; ++u) parts[u] = part(r, u);
+#pragma unroll
+      for (uint32_t u = 0; u < n; ++u) sums[u].template add<false>(p, parts[u]);
+    }
+#pragma unroll
+    for (uint32_t u = 0; u < n; ++u) store(u, sums[u].result(p));
   }
+}
+
+/// Reduces one pack in little code, for what lies at a tensor's ends or is not aligned: `part(r)` is rank
+/// r's.
+template <class T, class Part>
+__device__ __forceinline__ Pack<T> reduce_odd(const AllReduceParams& p, Part&& part) {
+  Pack<T> result;
+  reduce_ranks<T, 0>(
+      p, AtOnce<1>{}, [&](uint32_t r, uint32_t) { return part(r); },
+      [&](uint32_t, const Pack<T>& pack) { result = pack; });
+  return result;
 }
 
 /// What the outputs of a broken group are filled with.
@@ -94,11 +121,6 @@ __device__ __forceinline__ P poison(DType dtype) {
 #pragma unroll
   for (uint32_t i = 0; i < sizeof pack / 8; ++i) reinterpret_cast<uint64_t*>(&pack)[i] = poison_of(dtype);
   return pack;
-}
-
-template <class T>
-__device__ __forceinline__ uint64_t packs_of(uint64_t numel) {
-  return (numel + Pack<T>::kItems - 1) / Pack<T>::kItems;
 }
 
 /// The number of finished calls. Each block has a copy, and all of them advance together (finish_call), so
