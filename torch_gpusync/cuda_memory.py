@@ -12,8 +12,6 @@ from torch_gpusync.errors import SyncError
 from torch_gpusync.ops import ops
 from torch_gpusync.rendezvous import Deadline, Rendezvous
 
-_made = 0  # rendezvous of SymmetricMemory's by this process
-
 # csrc/cuda/pad.h, kMaxBlocks.
 _MAX_BLOCKS = 128
 
@@ -51,9 +49,6 @@ def _zeroed_everywhere(
 class SharedBetweenProcesses:
     """One process for each rank: through torch SymmetricMemory."""
 
-    def __init__(self, group_name: str) -> None:
-        self._group_name = group_name
-
     def allocate(
         self,
         meeting: Rendezvous,
@@ -72,17 +67,9 @@ class SharedBetweenProcesses:
             problem = f"no symmetric memory of {nbytes} bytes on {device}: {error}"
         _zeroed_everywhere(meeting, memory, problem, what, group, deadline)
         assert memory is not None
-        # The numbers that SymmetricMemory gives its exchanges are the same on all ranks, or have to be made so.
-        global _made
-        made = meeting.exchange(_made, what, group, deadline)
-        in_step = made.count(_made) == len(made)
-        _made += 1
         handle, problem = None, ""
         try:
-            if in_step:
-                handle = symmetric_memory.rendezvous(memory, self._group_name)  # type: ignore[arg-type]
-            else:
-                handle = symmetric_store.rendezvous(memory, meeting)
+            handle = symmetric_store.rendezvous(memory, meeting)
         except RuntimeError as error:
             problem = f"the ranks' GPUs cannot map one another's memory: {error}"
         meeting.confirm(problem, what, group, deadline)

@@ -125,7 +125,7 @@ class SyncGroup(SyncMethods):
             state.rendezvous,
             # Weak: a group must not keep the store of a destroyed process group, nor its port.
             partial(rendezvous.find, weakref.ref(process_group)),
-            SharedBetweenProcesses(process_group.group_name),
+            SharedBetweenProcesses(),
             device=where,
             shared_name=shared_name,
             channels=channels,

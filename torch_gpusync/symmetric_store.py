@@ -1,8 +1,8 @@
-"""SymmetricMemory's rendezvous between ranks whose processes have made different numbers of them before.
+"""SymmetricMemory's rendezvous, also between ranks whose processes have made different numbers of them before.
 
 SymmetricMemory numbers its exchanges by a count of the whole process, over all groups, and puts the number into its keys
 (``StoreExchange`` in torch's CUDASymmetricMemoryUtils.hpp). In a group of ranks 1 and 2 where rank 1 has been in a group
-with rank 0 before, both would wait for keys that nobody will ever set.
+with rank 0 before, or has used SymmetricMemory on its own, both would wait for keys that nobody will ever set.
 """
 
 import itertools
