@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from torch_gpusync import SyncGroup, virtual_ranks
-from torch_gpusync.bench import cli, cuda, cuda_exchange, decode, latency, launcher, plan
+from torch_gpusync.bench import cli, cuda, cuda_exchange, decode, latency, launcher, plan, tune
 from torch_gpusync.bench.cuda_peers import Peers
 from torch_gpusync.bench.plan import EXCHANGES, Case, Plan
 from torch_gpusync.bench.results import Measurement, with_best_of
@@ -117,7 +117,7 @@ def test_two_shot_is_left_out_where_it_fails() -> None:
 def test_a_peer_that_cannot_be_captured_is_left_out_on_all_ranks(
     elsewhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "_greatest", lambda value: 1.0 if elsewhere else value)
+    monkeypatch.setattr(cuda, "greatest", lambda value: 1.0 if elsewhere else value)
     said: list[str] = []
 
     def fails() -> Subject:
@@ -135,8 +135,30 @@ def test_decode_measures_nccl_only_where_it_works(monkeypatch: pytest.MonkeyPatc
     sync: Any = SimpleNamespace(all_reduce=None)
     for has_nccl in (False, True):
         peers: Any = SimpleNamespace(has_nccl=has_nccl, group_name="0", buffer=torch.zeros(decode.HIDDEN))
+        peers.copy_works_in_a_step = lambda nbytes: nbytes == 2 * decode.HIDDEN
         found = decode.subjects(Case("decode", 2 * decode.HIDDEN), sync, peers, _attempt)
-        assert [s.impl for s in found] == ["nccl"] * has_nccl + ["symm_mem", "gpusync"]
+        assert [s.impl for s in found] == ["nccl"] * has_nccl + ["symm_mem", "gpusync", "without all_reduce"]
+    peers.copy_works_in_a_step = lambda nbytes: False
+    found = decode.subjects(Case("decode", 2 * decode.HIDDEN), sync, peers, _attempt)
+    assert [s.impl for s in found] == ["nccl", "gpusync", "without all_reduce"]
+
+
+# ---- tuning
+
+
+def test_an_algorithm_is_given_up_when_it_is_far_behind_and_not_catching_up() -> None:
+    algos = {"fast": [(1, 1), (2, 2)], "slow": [(1, 1)], "catching up": [(1, 1)]}
+
+    def timed(**best: float) -> list[tuple[float, str, int, int]]:
+        return [(t + 9 * (b - 1), a, b, c) for a, t in best.items() for b, c in algos[a.replace("_", " ")]]
+
+    first = [(t, a.replace("_", " "), b, c) for t, a, b, c in timed(fast=1.0, slow=3.5, catching_up=5.0)]
+    kept, behind = tune._drop_hopeless(algos, first, {})
+    assert kept == algos and behind == {"fast": 1.0, "slow": 3.5, "catching up": 5.0}
+    second = [(t, a.replace("_", " "), b, c) for t, a, b, c in timed(fast=2.0, slow=7.0, catching_up=8.0)]
+    kept, behind = tune._drop_hopeless(kept, second, behind)
+    assert list(kept) == ["fast", "catching up"] and kept["fast"] == algos["fast"]
+    assert behind == {"fast": 1.0, "slow": 3.5, "catching up": 4.0}
 
 
 # ---- round trips

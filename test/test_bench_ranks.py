@@ -24,9 +24,19 @@ def _report(context: Context, argument: str) -> tuple[int, int, str, int]:
     return context.rank, context.world_size, argument, torch.get_num_threads()
 
 
+class _Fatal:
+    """As C++ objects are whose destructors throw: GPU memory after a failure of the GPU."""
+
+    def __del__(self) -> None:
+        os.abort()
+
+
 def _misbehave(context: Context, how: str) -> None:
     if context.rank != 1:
         return
+    if how == "raise and abort":
+        fatal = _Fatal()
+        raise KeyError(type(fatal).__name__)
     if how == "raise":
         raise KeyError("who")
     if how == "kill":
@@ -48,6 +58,7 @@ def test_ranks_return_in_order() -> None:
     ("how", "message"),
     [
         ("raise", "rank 1 raised KeyError: 'who'"),
+        ("raise and abort", "rank 1 raised KeyError: '_Fatal'"),
         ("kill", "rank 1 was killed by SIGKILL"),
         ("exit", "rank 1 exited with code 7 and no result"),
         ("hang", r"rank (0, )?1 reported nothing for 4 s and was ended"),
@@ -56,7 +67,7 @@ def test_ranks_return_in_order() -> None:
 def test_a_rank_that_fails_is_named(how: str, message: str) -> None:
     with pytest.raises(RankFailure, match=message) as caught:
         launch(_misbehave, 2, how, silence_s=4 if how == "hang" else 60)
-    assert ("in _misbehave" in caught.value.details) == (how == "raise")
+    assert ("in _misbehave" in caught.value.details) == how.startswith("raise")
 
 
 def _announce_and_hang(context: Context, path: str) -> None:

@@ -60,7 +60,8 @@ def meet() -> None:
     dist.all_reduce(torch.zeros(1))  # a CPU tensor: Gloo
 
 
-def _greatest(value: float) -> float:
+def greatest(value: float) -> float:
+    """Of what the ranks pass."""
     everybodys = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(everybodys, dist.ReduceOp.MAX)
     return everybodys.item()
@@ -81,10 +82,10 @@ def _run_case(context: Context, plan: Plan, case: Case, sync: SyncGroup, peers: 
 
     progress("warming up")
     subjects = _subjects(case, plan, sync, peers, progress)
-    series = measure(subjects, plan.sampling, timer=_timer, meet=meet, agree=_greatest, progress=progress)
+    series = measure(subjects, plan.sampling, timer=_timer, meet=meet, agree=greatest, progress=progress)
     if case.op == "barrier":
         series += _host_times(sync, peers)
-        series += round_trips(sync, plan.sampling.rounds, meet, _greatest, progress)
+        series += round_trips(sync, plan.sampling.rounds, meet, greatest, progress)
     # So that a log has the figures even where a later case takes the run with it.
     medians = (f"{s.impl} {statistics.median(s.samples_us):.2f} ({s.op}, {s.mode})" for s in series)
     progress(f"µs on rank 0: {'; '.join(medians)}")
@@ -130,7 +131,7 @@ def _attempt(progress: Progress, impl: str, make: Callable[[], Subject]) -> list
         found = [make()]
     except Exception as error:  # whatever a peer's own code may raise
         problem = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-    if _greatest(float(bool(problem))):
+    if greatest(float(bool(problem))):
         progress(f"{impl} is left out: {problem or 'another rank failed'}")
         return []
     progress(f"{impl} is ready")

@@ -51,8 +51,8 @@ def subjects(
     peers: Peers,
     attempt: Callable[[str, Callable[[], Subject]], list[Subject]],
 ) -> list[Subject]:
-    """The step with NCCL's all-reduce, symm_mem's and gpusync's; ``case.nbytes`` is the activation's. A peer that cannot be
-    compiled is left out by ``attempt``."""
+    """The step with NCCL's all-reduce, symm_mem's and gpusync's, and without any, which is the floor; ``case.nbytes`` is the
+    activation's. A peer that cannot be compiled is left out by ``attempt``."""
     torch._dynamo.reset()  # the compiled code of the case before would count towards the limit of recompilations
     batch = case.nbytes // (2 * HIDDEN)
     there = peers.buffer[: batch * HIDDEN].view(batch, HIDDEN)
@@ -69,9 +69,11 @@ def subjects(
         return result
 
     found: list[Subject] = []
-    for impl, reduce in [("nccl", nccl)] * peers.has_nccl + [("symm_mem", symm_mem)]:
+    works = peers.copy_works_in_a_step(case.nbytes)
+    for impl, reduce in [("nccl", nccl)] * peers.has_nccl + [("symm_mem", symm_mem)] * works:
         found += attempt(impl, partial(_subject, impl, reduce, True, batch, sync))
-    return [*found, _subject("gpusync", sync.all_reduce, False, batch, sync)]
+    ours = [("gpusync", sync.all_reduce), ("without all_reduce", lambda x: x)]
+    return found + [_subject(impl, reduce, False, batch, sync) for impl, reduce in ours]
 
 
 def _subject(impl: str, reduce: Reduce, is_peer: bool, batch: int, sync: SyncGroup) -> Subject:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import resource
 import signal
 import threading
 import time
@@ -165,15 +166,21 @@ def _rank_main(worker: Worker, context: Context, argument: Any) -> None:
         leave.set()
 
     threading.Thread(target=follow_launcher, daemon=True).start()
+    # Where ranks abort, core dumps of all the memory that they have mapped would take minutes.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which ends the ranks
     try:
         import torch
 
         torch.set_num_threads(1)
-        message = ("result", worker(context, argument))
+        _tell(context, "result", worker(context, argument))
     except BaseException as error:
         last = traceback.format_exception_only(type(error), error)[-1].strip()
-        message = ("error", (last, traceback.format_exc()))
-    with contextlib.suppress(BrokenPipeError):
-        context.pipe.send(message)
+        # Before the traceback's frames are let go: what they hold may end the process when a GPU has failed.
+        _tell(context, "error", (last, traceback.format_exc()))
     leave.wait()  # until all have reported: peers may still need this rank's memory and sockets
+
+
+def _tell(context: Context, kind: str, value: Any) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        context.pipe.send((kind, value))

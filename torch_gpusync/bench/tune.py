@@ -15,20 +15,23 @@ from torch_gpusync import SyncGroup
 from torch_gpusync.ops import ops
 from torch_gpusync.tuning import flatten
 
-from .cuda import graph_of, meet, multicast_off
+from .cuda import graph_of, greatest, meet, multicast_off
 from .launcher import Context
 
 _SIZES = [1 << exponent for exponent in range(12, 25)]  # 4 KiB to 16 MiB
 _GRAPH_CALLS = 100
-_REPLAYS = 10  # in a sample: the ranks do not start at the same moment, and that has to count little
+# In a sample, unless fewer take this long: the ranks do not start at the same moment, and that has to count little.
+_REPLAYS, _SAMPLE_S = 10, 0.005
 _SAMPLES = 3
 _SHAPES = {
     "pull_one_shot": [(16, 256), (32, 512), (64, 512), (128, 512)],
     "pull_two_shot": [(16, 512), (32, 512), (64, 512), (128, 512)],
     "push_one_shot": [(8, 128), (16, 256), (32, 256), (64, 512), (128, 128)],
 }
-# Beyond this factor of the best, an algorithm is not tried at larger sizes again.
+# An algorithm that takes longer than the best by this factor is not tried at larger sizes again, unless it is catching up.
 _HOPELESS = 3.0
+
+_Timed = tuple[float, str, int, int]  # microseconds, algorithm, blocks, threads
 
 
 def run_rank(context: Context, own_gpu: bool) -> list[dict[str, Any]]:
@@ -40,20 +43,17 @@ def run_rank(context: Context, own_gpu: bool) -> list[dict[str, Any]]:
     sync = SyncGroup(device=device, channels=1, timeout=context.timeout_s)
     rows: list[dict[str, Any]] = []
     algos = dict(_SHAPES)
+    behind: dict[str, float] = {}
     try:
         for nbytes in _SIZES:
             x = torch.randn(nbytes // 2, device=device).to(torch.bfloat16)
-            timed = [
+            timed: list[_Timed] = [
                 (_time(sync, x, algo, blocks, threads), algo, blocks, threads)
                 for algo, shapes in algos.items()
                 for blocks, threads in shapes
             ]
             best = min(timed)
-            algos = {
-                algo: shapes
-                for algo, shapes in algos.items()
-                if min(t for t, a, _, _ in timed if a == algo) < _HOPELESS * best[0]
-            }
+            algos, behind = _drop_hopeless(algos, timed, behind)
             rows.append(
                 dict(zip(("median_us", "algo", "blocks", "threads"), best, strict=True), max_bytes=nbytes)
             )
@@ -67,22 +67,38 @@ def run_rank(context: Context, own_gpu: bool) -> list[dict[str, Any]]:
     return rows
 
 
+def _drop_hopeless(
+    algos: dict[str, list[tuple[int, int]]], timed: list[_Timed], behind: dict[str, float]
+) -> tuple[dict[str, list[tuple[int, int]]], dict[str, float]]:
+    """What is worth trying at the next size, and by which factor each algorithm is behind the best at this one. ``behind``: at
+    the size before."""
+    best = min(timed)[0]
+    now = {algo: min(t for t, a, _, _ in timed if a == algo) / best for algo in algos}
+    kept = {
+        algo: algos[algo]
+        for algo, factor in now.items()
+        if factor < max(_HOPELESS, behind.get(algo, factor + 1))
+    }
+    return kept, now
+
+
 def _time(sync: SyncGroup, x: torch.Tensor, algo: str, blocks: int, threads: int) -> float:
     """Microseconds per call, of the slowest rank: the median over replays of a graph."""
     row = {"max_bytes": (1 << 63) - 1, "algo": algo, "blocks": blocks, "threads": threads}
     ops._cuda_tune(sync.name, flatten([row]))
     replay = graph_of(lambda: ops.all_reduce.default(sync.token, sync.name, x, "sum", algo), _GRAPH_CALLS)
-    samples = []
-    for _ in range(_SAMPLES):
+
+    def seconds(replays: int) -> float:
         meet()
         start = time.perf_counter()
-        for _ in range(_REPLAYS):
+        for _ in range(replays):
             replay()
         torch.cuda.synchronize()
-        samples.append((time.perf_counter() - start) / (_REPLAYS * _GRAPH_CALLS) * 1e6)
-    slowest = torch.tensor([statistics.median(samples)], dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return round(slowest.item(), 2)
+        return (time.perf_counter() - start) / replays
+
+    replays = max(1, min(_REPLAYS, round(_SAMPLE_S / greatest(seconds(1)))))
+    samples = [seconds(replays) for _ in range(_SAMPLES)]
+    return round(greatest(statistics.median(samples)) / _GRAPH_CALLS * 1e6, 2)
 
 
 def write(
