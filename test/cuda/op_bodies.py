@@ -7,6 +7,7 @@ import ctypes
 import functools
 import hashlib
 import random
+import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -206,8 +207,16 @@ def reference(inputs: list[Tensor], reduce_op: str) -> Tensor:
     return (total * torch.tensor(1.0 / len(inputs), dtype=torch.float64).to(wide)).to(dtype)
 
 
-@functools.lru_cache(maxsize=1024)  # virtual ranks share them
+_REFERENCES = threading.Lock()  # one virtual rank computes them, the others find them
+
+
 def _inputs_and_result(n: int, case: Case, seed: int) -> tuple[list[Tensor], Tensor]:
+    with _REFERENCES:
+        return _compute(n, case, seed)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compute(n: int, case: Case, seed: int) -> tuple[list[Tensor], Tensor]:
     inputs = [_inputs(r, case.start + case.numel, case.dtype, seed)[case.start :] for r in range(n)]
     return inputs, reference(inputs, case.reduce_op)
 
