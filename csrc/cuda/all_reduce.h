@@ -28,6 +28,11 @@ struct AllReduceParams {
   double scale;  // avg: what the sum is multiplied by
 };
 
+/// For __launch_bounds__: at 64 registers two blocks of 512 threads fit on a multiprocessor together. So
+/// collectives of two groups, which blocks of different ranks may have begun in different orders, do not wait
+/// for one another's place.
+inline constexpr int kResidentBlocks = 2;
+
 using AllReduceKernel = void (*)(AllReduceParams);
 
 /// The kernel for a dtype, op and number of ranks; all three give the same bits.

@@ -54,7 +54,8 @@ __device__ __forceinline__ Pack<T> piece(const ExchangeParams& p, uint64_t half,
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 2) copy_kernel(const __grid_constant__ ExchangeParams p) {
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+    copy_kernel(const __grid_constant__ ExchangeParams p) {
   const uint32_t call = call_number(p);
   const uint64_t half = (call % kHalves) * p.half_bytes;
   stage<T>(p, half);
@@ -82,7 +83,8 @@ __global__ void __launch_bounds__(kThreads, 2) copy_kernel(const __grid_constant
 }
 
 template <class T, uint32_t kRanks>
-__global__ void __launch_bounds__(kThreads, 2) reduce_kernel(const __grid_constant__ ExchangeParams p) {
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+    reduce_kernel(const __grid_constant__ ExchangeParams p) {
   const uint32_t call = call_number(p);
   const uint64_t half = (call % kHalves) * p.half_bytes;
   stage<T>(p, half);

@@ -8,7 +8,8 @@ namespace {
 /// after the kernel of call k + 1, which has heard from blocks of every peer that started after the peer's
 /// kernel k had ended.
 template <class T, uint32_t kRanks>
-__global__ void __launch_bounds__(512, 2) pull_one_shot_kernel(const __grid_constant__ AllReduceParams p) {
+__global__ void __launch_bounds__(512, kResidentBlocks)
+    pull_one_shot_kernel(const __grid_constant__ AllReduceParams p) {
   auto* output = static_cast<T*>(p.output);
   const uint32_t call = call_number(p);
   const uint64_t half = (call % kHalves) * p.half_bytes;

@@ -37,7 +37,8 @@ __device__ __forceinline__ void move_other_shares(const AllReduceParams& p, AtOn
 /// side by side; a thread has the same packs of all shares in every phase. My own share needs no staging of
 /// my input.
 template <class T, uint32_t kRanks>
-__global__ void __launch_bounds__(512, 2) pull_two_shot_kernel(const __grid_constant__ AllReduceParams p) {
+__global__ void __launch_bounds__(512, kResidentBlocks)
+    pull_two_shot_kernel(const __grid_constant__ AllReduceParams p) {
   const auto* input = static_cast<const T*>(p.input);
   auto* output = static_cast<T*>(p.output);
   const auto* input_packs = static_cast<const Pack<T>*>(p.input);

@@ -89,7 +89,8 @@ __device__ __forceinline__ void store_half(T* data, uint64_t index, uint64_t num
 /// Block 0 also announces the call in the peers' slots, relaxed and without waiting: what a wait that takes
 /// too long looks at, to tell who is missing or does something else.
 template <class T, uint32_t kRanks>
-__global__ void __launch_bounds__(512, 2) push_one_shot_kernel(const __grid_constant__ AllReduceParams p) {
+__global__ void __launch_bounds__(512, kResidentBlocks)
+    push_one_shot_kernel(const __grid_constant__ AllReduceParams p) {
   const auto* input = static_cast<const T*>(p.input);
   auto* output = static_cast<T*>(p.output);
   const uint32_t world_size = kRanks != 0 ? kRanks : p.pull.world_size();

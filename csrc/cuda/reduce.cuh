@@ -8,6 +8,7 @@
 #include "all_reduce.h"
 #include "element.cuh"
 #include "kernels.h"
+#include "packs.cuh"
 #include "pad.h"
 
 namespace gpusync::cuda {
@@ -64,7 +65,7 @@ class Reduction {
 };
 
 /// Packs of a tensor that a thread reduces at once: it has 8 of the ranks' packs in flight. With the number
-/// of ranks unknown, two packs and one rank, for more cost registers (see kResident).
+/// of ranks unknown, two packs and one rank, for more cost registers (see kResidentBlocks).
 template <uint32_t kRanks>
 inline constexpr uint32_t kReducedAtOnce = kRanks == 0 ? 2 : 8 / kRanks;
 
