@@ -194,3 +194,27 @@ def test_the_picture(tmp_path: Path) -> None:
     path = tmp_path / "figures.png"
     plot([_figure("barrier", "gloo", 100.0), _figure("all_reduce", "gpusync", 2.0, nbytes=4096)], path)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_lines_of_a_picture() -> None:
+    from torch_gpusync.bench.plot import panels
+
+    figures = [
+        _figure("nothing", "gpusync", 1.0, ranks=2),
+        _figure("barrier", "gpusync", 2.0, ranks=2),
+        _figure("barrier", "peer", 2.5, ranks=2),
+        _figure("all_reduce", "peer fast", 3.0, nbytes=8, ranks=2),
+        _figure("all_reduce", "peer", 3.0, nbytes=8, ranks=2),
+        _figure("all_reduce", "gpusync", 4.0, nbytes=8, ranks=2),
+        _figure("all_reduce", "gpusync", 5.0, nbytes=8, ranks=4),
+    ]
+    assert panels(figures) == {
+        "barrier": {"a call of nothing": [(2, 1.0)], "gpusync": [(2, 2.0)], "peer": [(2, 2.5)]},
+        # The floor is that of as many ranks; the best variant under the peer's name is no line of its own.
+        "all_reduce, 2 ranks": {
+            "peer fast": [(8, 3.0)],
+            "gpusync": [(8, 4.0)],
+            "a call of nothing": [(8, 1.0)],
+        },
+        "all_reduce, 4 ranks": {"gpusync": [(8, 5.0)]},
+    }

@@ -6,11 +6,36 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .plan import human
-from .results import NOTHING, Measurement
+from .results import NOTHING, OURS, Measurement
+
+_FLOOR = "a call of nothing"
+
+Lines = dict[str, list[tuple[int, float]]]  # by label: bytes or ranks, and microseconds
+
+
+def panels(measurements: Sequence[Measurement]) -> dict[str, Lines]:
+    """What :func:`plot` shows, by the panels' titles."""
+    floors = {(m.ranks, m.mode): m.median_us for m in measurements if m.op == NOTHING}
+    found: dict[str, Lines] = {}
+    for m in measurements:
+        variants = [
+            other for other in measurements if other.impl.startswith(f"{m.impl} ") and other.op == m.op
+        ]
+        if variants and m.impl != OURS:
+            continue  # the best of its variants, which have lines of their own
+        panel = f"{m.op}, {m.ranks} ranks" if m.bytes else "barrier" if m.op == NOTHING else m.op
+        label = _FLOOR if m.op == NOTHING else m.impl if m.mode == "eager" else f"{m.impl}, {m.mode}"
+        lines = found.setdefault(panel, {})
+        lines.setdefault(label, []).append((m.bytes or m.ranks, m.median_us))
+        floor = floors.get((m.ranks, m.mode))
+        if m.bytes and m.impl == OURS and floor is not None:
+            lines.setdefault(_FLOOR, []).append((m.bytes, floor))
+    return found
 
 
 def plot(measurements: Sequence[Measurement], path: Path) -> None:
-    """One panel per op without a payload (against ranks), else per op and number of ranks (against bytes).
+    """One panel per op without a payload (against ranks), else per op and number of ranks (against bytes), with the floor
+    where it was measured.
 
     Raises ImportError without matplotlib.
     """
@@ -19,24 +44,18 @@ def plot(measurements: Sequence[Measurement], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    for m in measurements:
-        panel = f"{m.op}, {m.ranks} ranks" if m.bytes else "barrier" if m.op == NOTHING else m.op
-        label = (
-            "a call of nothing" if m.op == NOTHING else m.impl if m.mode == "eager" else f"{m.impl}, {m.mode}"
-        )
-        panels.setdefault(panel, {}).setdefault(label, []).append((m.bytes or m.ranks, m.median_us))
-    columns = min(len(panels), 3)
-    rows = -(-len(panels) // columns)
+    shown = panels(measurements)
+    columns = min(len(shown), 3)
+    rows = -(-len(shown) // columns)
     figure, axes = pyplot.subplots(
         rows, columns, figsize=(5 * columns, 3.6 * rows), squeeze=False, layout="constrained"
     )
-    for axis in axes.flat[len(panels) :]:
+    for axis in axes.flat[len(shown) :]:
         axis.set_visible(False)
-    for axis, (title, lines) in zip(axes.flat, panels.items(), strict=False):
+    for axis, (title, lines) in zip(axes.flat, shown.items(), strict=False):
         for label, points in lines.items():
             xs, ys = zip(*sorted(points), strict=True)
-            style = ":" if label == "a call of nothing" else "-"
+            style = ":" if label == _FLOOR else "-"
             axis.plot(xs, ys, style, marker="o", markersize=4, label=label)
         ticks = sorted({x for points in lines.values() for x, _ in points})
         has_bytes = "ranks" in title

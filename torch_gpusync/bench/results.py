@@ -12,7 +12,7 @@ from pathlib import Path
 from .timing import Series
 
 NOTHING = "nothing"  # the op that does nothing: what a call costs
-_OURS = "gpusync"
+OURS = "gpusync"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ def read_json(path: Path) -> list[Measurement]:
 
 def table(measurements: Sequence[Measurement]) -> str:
     """All figures as text; gpusync's rows have the ratio to each peer (``1/85``: 85 times as fast)."""
-    ours = {m.impl for m in measurements if m.impl.split(" ")[0] in (_OURS, "SyncGroup")}
+    ours = {m.impl for m in measurements if m.impl.split(" ")[0] in (OURS, "SyncGroup")}
     peers = list(dict.fromkeys(m.impl for m in measurements if m.impl not in ours and " " not in m.impl))
     has_floor = any(m.op == NOTHING for m in measurements)
     header = [
@@ -116,7 +116,7 @@ def table(measurements: Sequence[Measurement]) -> str:
         for peer in peers:
             row.append(_ratio(m, _find(measurements, m, m.op, peer)) if m.impl in ours else "")
         if has_floor:
-            floor = _find(measurements, dataclasses.replace(m, bytes=0), NOTHING, _OURS)
+            floor = _find(measurements, dataclasses.replace(m, bytes=0), NOTHING, OURS)
             row.append(_ratio(m, floor) if m.impl in ours and m.op != NOTHING else "")
         rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
