@@ -55,7 +55,7 @@ PARTS = {
     "mps": Part(("test_gpu_processes.py",), 240, processes=True, mps=True),
     "processes": Part(("test_gpu_processes.py",), 240, processes=True),
     "gpus": Part(("test_gpu_processes.py",), 240, processes=True, own_gpus=True),
-    "compile": Part(("test_gpu_compile.py",), 470, processes=True, mps=True),
+    "compile": Part(("test_gpu_compile.py", "test_gpu_demo.py"), 470, processes=True, mps=True),
     "sanitizer": Part(("test_gpu_sanitizer.py",), 240),
 }
 
