@@ -1,4 +1,5 @@
-"""Session-wide rules: every test ends under a watchdog, and Inductor compiles into a folder of this session.
+"""Session-wide rules: every test ends under a watchdog, and Inductor compiles into a folder of this session; and the
+fixture that several files use.
 
 The environment is set before torch is imported, here and (by inheritance) in the forkserver that makes the
 ranks.
@@ -13,7 +14,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from multiprocessing import forkserver
 
 import pytest
@@ -32,7 +33,7 @@ os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # trust /proc/cpuinfo: probing cos
 # A shell ignores it for what it starts in the background, and so would every program that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from torch_gpusync import testing  # noqa: E402  (after the environment is set)
+from torch_gpusync import SyncGroup, testing, virtual_ranks  # noqa: E402  (after the environment is set)
 
 testing.PRELOAD += [name for name in testing.COMPILER if name not in testing.PRELOAD]
 
@@ -66,3 +67,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def three() -> Iterator[list[SyncGroup]]:
+    """Virtual ranks 0 to 2 of one group."""
+    ranks = virtual_ranks(3, timeout=20.0)
+    yield ranks
+    for sync in ranks:
+        sync.close()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from rank_tools import check_health, close_all, expect, learn, slack, tell
-from test_ops import DTYPES, _inputs, _reference, assert_same_bits, bits
+from reference_data import DTYPES, assert_same_bits, bits, input_of, reduce_in_rank_order
 
 import torch_gpusync
 from torch_gpusync import SyncError, SyncGroup, memory, virtual_buffers
@@ -126,8 +126,10 @@ def _filled_with_nan(rank: int) -> None:
     for number, dtype in enumerate(DTYPES):
         for algo in ALGOS:
             for numel in (1, 65, 3000):
-                inputs = [_inputs(r, numel, dtype, number) for r in range(3)]
-                assert_same_bits(sync.all_reduce(inputs[rank], "sum", algo), _reference(inputs, "sum"))
+                inputs = [input_of(r, numel, dtype, number) for r in range(3)]
+                assert_same_bits(
+                    sync.all_reduce(inputs[rank], "sum", algo), reduce_in_rank_order(inputs, "sum")
+                )
     for k in range(4):
         for function in (compiled, step):
             seen = function(torch.full((40,), float(k + rank)))
@@ -199,7 +201,7 @@ def test_case_23_staging_of_every_capacity_and_inputs_at_every_start() -> None:
             for start, extra in enumerate((-1, 0, 1, -2, 9, 2, -7, 3)[: 16 // dtype.itemsize])
         ]
         whole = [
-            [_inputs(r, start + numel, dtype, seed) for r in range(3)]
+            [input_of(r, start + numel, dtype, seed) for r in range(3)]
             for seed, (_, dtype, numel, start) in enumerate(cases)
         ]
 
@@ -216,7 +218,7 @@ def test_case_23_staging_of_every_capacity_and_inputs_at_every_start() -> None:
 
         of_ranks = run_threads(body, 3)
         for x, (_, _, _, start), *results in zip(whole, cases, *of_ranks, strict=True):
-            expected = _reference([part[start:] for part in x], "sum")
+            expected = reduce_in_rank_order([part[start:] for part in x], "sum")
             for y in results:
                 assert_same_bits(y, expected)
         close_all(groups)

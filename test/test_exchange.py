@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from rank_tools import close_all, expect
-from test_ops import DTYPES, _inputs, _reference, assert_same_bits
+from reference_data import DTYPES, assert_same_bits, input_of, random_bytes, reduce_in_rank_order
 from torch import Tensor
 
 import torch_gpusync
@@ -19,16 +19,6 @@ from torch_gpusync.testing import run_ranks, run_threads
 MORE_DTYPES = [torch.bool, torch.uint8, torch.int16, torch.complex64, torch.complex128, torch.float8_e5m2]
 # Beyond the staging memory: a half holds 4096 bytes here.
 SIZES = (1, 2, 3, 5, 341, 342, 1024, 3000)
-
-
-def random_bytes(rank: int, dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
-    """Any bit pattern, the same for a given rank wherever it is made."""
-    numel = torch.Size(shape).numel() * dtype.itemsize
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    data = torch.randint(
-        0, 256 if dtype != torch.bool else 2, (numel,), dtype=torch.uint8, generator=generator
-    )
-    return data.view(dtype).reshape(shape)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -68,11 +58,11 @@ def test_reductions_have_the_bits_of_all_reduce(n: int) -> None:
         sync = ranks[rank]
         for dtype in DTYPES:
             for rows in SIZES:
-                inputs = [_inputs(r, n * rows, dtype, rows) for r in range(n)]
+                inputs = [input_of(r, n * rows, dtype, rows) for r in range(n)]
                 for op in ("sum", "max", "min", *(("avg",) if dtype.is_floating_point else ())):
                     whole = sync.all_reduce(inputs[rank], op)
                     if op != "avg":
-                        assert_same_bits(whole, _reference(inputs, op))
+                        assert_same_bits(whole, reduce_in_rank_order(inputs, op))
                     part = sync.reduce_scatter(inputs[rank], op)
                     assert _same(part, whole[rank * rows : (rank + 1) * rows]), (dtype, rows, op)
                     dst = rows % n

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import torch
 from gpu_ranks import keep_pace, late, meet, settle, to_device
-from test_exchange import random_bytes
-from test_ops import DTYPES, _inputs, _reference, assert_same_bits
+from reference_data import DTYPES, assert_same_bits, input_of, random_bytes, reduce_in_rank_order
 from torch import Tensor
 
 from torch_gpusync import SyncGroup
@@ -199,7 +198,7 @@ def reference(inputs: list[Tensor], reduce_op: str) -> Tensor:
     """The reduction in rank order, in float32 for the 16-bit types, rounded once."""
     dtype = inputs[0].dtype
     if reduce_op != "avg":
-        return _reference(inputs, reduce_op)
+        return reduce_in_rank_order(inputs, reduce_op)
     wide = torch.float32 if dtype.itemsize == 2 else dtype
     total = inputs[0].to(wide)
     for x in inputs[1:]:
@@ -217,7 +216,7 @@ def _inputs_and_result(n: int, case: Case, seed: int) -> tuple[list[Tensor], Ten
 
 @functools.lru_cache(maxsize=1024)
 def _compute(n: int, case: Case, seed: int) -> tuple[list[Tensor], Tensor]:
-    inputs = [_inputs(r, case.start + case.numel, case.dtype, seed)[case.start :] for r in range(n)]
+    inputs = [input_of(r, case.start + case.numel, case.dtype, seed)[case.start :] for r in range(n)]
     return inputs, reference(inputs, case.reduce_op)
 
 
@@ -265,9 +264,9 @@ def exchanges(sync: SyncGroup, sizes: tuple[int, ...], start: int = 0) -> None:
         memory = to_device(torch.zeros(start + xs[0].numel(), dtype=xs[0].dtype))
         memory[start:].view(torch.uint8).copy_(xs[rank].view(torch.uint8))
         mine.append(memory[start:])
-    numbers = [_inputs(r, n * max(sizes), torch.float32, 5) for r in range(n)]
+    numbers = [input_of(r, n * max(sizes), torch.float32, 5) for r in range(n)]
     x = to_device(numbers[rank])
-    total, smallest = _reference(numbers, "sum"), _reference(numbers, "min")
+    total, smallest = reduce_in_rank_order(numbers, "sum"), reduce_in_rank_order(numbers, "min")
     settle(sync)
     meet(sync)
     seen = []
@@ -321,7 +320,7 @@ def layouts(sync: SyncGroup) -> None:
 def mixture(sync: SyncGroup, calls: int, seed: int) -> None:
     """Any op after any other: dtypes, reductions and sizes of the collectives (empty ones too), channels, stages, signals."""
     n, rank, longest = sync.world_size, sync.rank, 5000
-    inputs = {dtype: [_inputs(r, longest + 8, dtype, seed) for r in range(n)] for dtype in DTYPES}
+    inputs = {dtype: [input_of(r, longest + 8, dtype, seed) for r in range(n)] for dtype in DTYPES}
     mine = {dtype: to_device(xs[rank]) for dtype, xs in inputs.items()}
     numbers = to_device(torch.arange(calls) * n + rank)
     board = sync.buffer("mixture", (1,), torch.int64)
@@ -330,7 +329,7 @@ def mixture(sync: SyncGroup, calls: int, seed: int) -> None:
 
     @functools.cache
     def result(dtype: torch.dtype, reduce_op: str, start: int, numel: int) -> Tensor:
-        return _reference([x[start : start + numel] for x in inputs[dtype]], reduce_op)
+        return reduce_in_rank_order([x[start : start + numel] for x in inputs[dtype]], reduce_op)
 
     def compare() -> None:
         settle(sync)

@@ -12,7 +12,7 @@ from gpu_ranks import drive, late, launch, on, virtual_group
 from graph_tools import capture, capture_each, replay
 from op_bodies import ALGOS, messages
 from rank_tools import expect
-from test_ops import DTYPES
+from reference_data import DTYPES
 from torch import Tensor
 
 from torch_gpusync import SyncError, SyncGroup, SyncMismatchError, SyncTimeoutError, virtual_buffers

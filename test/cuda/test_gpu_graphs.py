@@ -11,7 +11,7 @@ import torch
 from gpu_ranks import fresh_stream, late, on, tokens, virtual_group
 from graph_tools import capture, capture_each, replay
 from op_bodies import ALGOS
-from test_ops import _inputs, _reference, assert_same_bits
+from reference_data import assert_same_bits, input_of, reduce_in_rank_order
 from torch import Tensor
 
 from torch_gpusync import SyncGroup, virtual_buffers
@@ -58,7 +58,7 @@ def test_case_08_fresh_data_at_every_replay(n: int, replays: int) -> None:
             everybody = torch.stack([rows[k] for rows in data])
             assert torch.equal(seen, everybody.expand(n, n, numel)), f"replay {k}"
             assert torch.equal(largest, everybody.max(0).values.expand(n, numel)), f"replay {k}"
-            total = _reference([rows[k].cpu() for rows in wide], "sum")
+            total = reduce_in_rank_order([rows[k].cpu() for rows in wide], "sum")
             assert all(torch.equal(part, total.expand(n, reduced)) for part in sums), f"replay {k}"
 
 
@@ -130,7 +130,7 @@ class _Step:
     """One captured step over `numel` elements, and how to check it."""
 
     def __init__(self, ranks: list[SyncGroup], numel: int, seed: int) -> None:
-        self.ranks, self.inputs = ranks, [_inputs(r, numel, torch.float32, seed) for r in range(3)]
+        self.ranks, self.inputs = ranks, [input_of(r, numel, torch.float32, seed) for r in range(3)]
         self.x = [x.cuda() for x in self.inputs]
         self.buffers = virtual_buffers(ranks, f"step{numel}", (numel,), torch.float32)
 
@@ -143,12 +143,12 @@ class _Step:
         return [got, sync.all_reduce(self.x[r])]
 
     def load(self, seed: int) -> None:
-        self.inputs = [_inputs(r, self.x[0].numel(), torch.float32, seed) for r in range(3)]
+        self.inputs = [input_of(r, self.x[0].numel(), torch.float32, seed) for r in range(3)]
         for r in range(3):
             self.x[r].copy_(self.inputs[r])
 
     def check(self, results: list[list[Tensor]]) -> None:
-        total = _reference(self.inputs, "sum")
+        total = reduce_in_rank_order(self.inputs, "sum")
         for r, (got, reduced) in enumerate(results):
             assert_same_bits(got.cpu(), self.inputs[(r - 1) % 3])
             assert_same_bits(reduced.cpu(), total)

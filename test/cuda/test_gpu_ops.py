@@ -22,7 +22,7 @@ from op_bodies import (
     signals,
 )
 from rank_tools import expect
-from test_ops import DTYPES, assert_same_bits
+from reference_data import DTYPES, assert_same_bits
 
 from torch_gpusync import SyncError, SyncGroup, virtual_buffers
 

@@ -32,7 +32,7 @@ from process_bodies import (
     replays_after_close,
     wait_for_one,
 )
-from test_ops import DTYPES
+from reference_data import DTYPES
 
 from torch_gpusync import SyncGroup
 

@@ -17,7 +17,7 @@ from gpu_ranks import DEVICE, drive, virtual_group
 from graph_tools import capture
 from op_bodies import ALGOS, COPIED_DTYPES, Case, copies, messages, reductions
 from rank_tools import close_all, expect
-from test_ops import DTYPES
+from reference_data import DTYPES
 
 from torch_gpusync import SyncError, SyncGroup, cuda_memory, virtual, virtual_buffers, virtual_ranks
 from torch_gpusync.testing import run_ranks
