@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torch_gpusync import symmetric_store
-from torch_gpusync.rendezvous import Rendezvous
+from torch_gpusync.rendezvous import Deadline, Rendezvous
 from torch_gpusync.symmetric_store import SymmetricStore
 from torch_gpusync.testing import run_threads
 
@@ -35,7 +35,7 @@ def test_ranks_with_different_counts_meet() -> None:
 
     def rank(r: int) -> None:
         for rendezvous in range(3):
-            mine = SymmetricStore(dist.PrefixStore(f"round {rendezvous}", shared))
+            mine = SymmetricStore(dist.PrefixStore(f"round {rendezvous}", shared), Deadline(float("inf")))
             _meet(dist.PrefixStore("torch", mine), r, f"round {rendezvous}", first=100 * r + 9 * rendezvous)
 
     run_threads(rank, RANKS, timeout=30)
@@ -52,9 +52,28 @@ def test_without_it_they_do_not() -> None:
     run_threads(rank, RANKS, timeout=30)
 
 
+def test_waits_end_at_the_deadline_and_not_when_the_store_would_end_them() -> None:
+    shared = dist.HashStore()
+    assert shared.timeout > timedelta(seconds=100)
+
+    def rank(r: int) -> None:
+        if r == 1:
+            return  # lost on its way
+        mine = SymmetricStore(shared, Deadline(1))
+        store = dist.PrefixStore("torch", mine)
+        with pytest.raises(dist.DistStoreError):
+            _exchange(store, 0, r, "")
+        with pytest.raises(dist.DistStoreError):
+            store.wait(["another"])
+        with pytest.raises(dist.DistStoreError):
+            store.wait(["another"], timedelta(seconds=100))
+
+    run_threads(rank, RANKS, timeout=30)
+
+
 def test_other_operations_go_to_the_same_place() -> None:
     shared = dist.HashStore()
-    mine = SymmetricStore(dist.PrefixStore("place", shared))
+    mine = SymmetricStore(dist.PrefixStore("place", shared), Deadline(20))
     store = dist.PrefixStore("torch", mine)
     assert store.add("barrier/41/num", 2) == 2
     store.set("barrier/41/last", "yes")
@@ -80,7 +99,7 @@ def test_a_rendezvous_finds_rank_size_and_store_by_a_name(monkeypatch: pytest.Mo
     def rank(r: int) -> None:
         numbers.first = 10 * r
         meeting = Rendezvous(shared, r, RANKS, range(RANKS), "here")
-        got = symmetric_store.rendezvous(torch.tensor(r), meeting)
+        got = symmetric_store.rendezvous(torch.tensor(r), meeting, Deadline(20))
         assert got == [b"0", b"1", b"2"]
 
     run_threads(rank, RANKS, timeout=30)

@@ -69,7 +69,7 @@ class SharedBetweenProcesses:
         assert memory is not None
         handle, problem = None, ""
         try:
-            handle = symmetric_store.rendezvous(memory, meeting)
+            handle = symmetric_store.rendezvous(memory, meeting, deadline)
         except RuntimeError as error:
             problem = f"the ranks' GPUs cannot map one another's memory: {error}"
         meeting.confirm(problem, what, group, deadline)

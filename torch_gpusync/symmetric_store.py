@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_gpusync.rendezvous import Rendezvous
+from torch_gpusync.rendezvous import Deadline, Rendezvous
 
+# Of a wait: to a store none at all may mean no limit, and what comes next to none is too much for its clock.
+_SHORTEST_S, _LONGEST_S = 0.01, 1e6
 _names = itertools.count()
 
 
@@ -23,11 +25,13 @@ class SymmetricStore(dist.Store):
 
     Args:
         store: of the group's ranks, with nothing in it.
+        deadline: for all waits together, whatever the store's own timeout is. Then DistStoreError is raised.
     """
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: dist.Store, deadline: Deadline) -> None:
         super().__init__()
         self._store: Any = store
+        self._deadline = deadline
         self._numbers: dict[str, int] = {}
 
     def _key(self, key: str) -> str:
@@ -44,6 +48,7 @@ class SymmetricStore(dist.Store):
         self._store.set(self._key(key), value)
 
     def get(self, key: str) -> Any:
+        self.wait([key])
         return self._store.get(self._key(key))
 
     def add(self, key: str, value: int) -> Any:
@@ -53,7 +58,10 @@ class SymmetricStore(dist.Store):
         return self._store.check([self._key(key) for key in keys])
 
     def wait(self, keys: Sequence[str], *timeout: timedelta) -> None:
-        self._store.wait([self._key(key) for key in keys], *timeout)
+        left = timedelta(
+            seconds=min(max(self._deadline.seconds - self._deadline.waited, _SHORTEST_S), _LONGEST_S)
+        )
+        self._store.wait([self._key(key) for key in keys], min([left, *timeout]))
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> Any:
         return self._store.compare_set(self._key(key), expected, desired)
@@ -62,7 +70,7 @@ class SymmetricStore(dist.Store):
         return self._store.delete_key(self._key(key))
 
 
-def rendezvous(memory: torch.Tensor, meeting: Rendezvous) -> Any:
+def rendezvous(memory: torch.Tensor, meeting: Rendezvous, deadline: Deadline) -> Any:
     """SymmetricMemory's handle of ``memory``, which every rank of ``meeting`` has allocated. Collective.
 
     SymmetricMemory finds rank, world size and store by the name of a process group: here it is one of its own, with no
@@ -75,7 +83,8 @@ def rendezvous(memory: torch.Tensor, meeting: Rendezvous) -> Any:
     )
 
     name: Any = f"gpusync/{next(_names)}"
-    store = SymmetricStore(meeting.scratch())  # torch's reference alone does not keep the Python part of it
+    # Kept here: torch's reference to it does not keep the Python part.
+    store = SymmetricStore(meeting.scratch(), deadline)
     group = dist.ProcessGroup(store, meeting.rank, meeting.world_size)
     _register_process_group(name, group)
     try:
