@@ -39,7 +39,7 @@ __device__ __forceinline__ const T* my_input(const ExchangeParams& p, uint32_t r
 template <class T>
 __device__ __forceinline__ void stage(const ExchangeParams& p, uint64_t half) {
   const uint32_t rank = p.pull.rank();
-  if (p.giver != kMaxRanks && p.giver != rank) return;
+  if ((p.giver != kMaxRanks && p.giver != rank) || !may_stage(p)) return;
   for (uint32_t row = 0; row < p.rows; ++row) {
     if (p.rows == 1 || row != rank) copy_in(staged_row<T>(p, rank, half, row), my_input<T>(p, row), p.numel);
   }

@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(512, kResidentBlocks)
   const uint64_t half = (call % kHalves) * p.half_bytes;
   const auto staged = [&](uint32_t r) { return reinterpret_cast<Pack<T>*>(p.area[r] + half); };
 
-  copy_in(staged(p.pull.rank()), static_cast<const T*>(p.input), p.numel);
+  if (may_stage(p)) copy_in(staged(p.pull.rank()), static_cast<const T*>(p.input), p.numel);
 
   const bool complete = p.pull.sync<true, true>(p.key, DeviceWait(p.wait));
 
@@ -40,14 +40,14 @@ __global__ void __launch_bounds__(512, kResidentBlocks)
 }
 
 template <class T, uint32_t kRanks>
-struct Kernels {
+struct PullOneShot {
   static AllReduceKernel kernel() { return pull_one_shot_kernel<T, kRanks>; }
 };
 
 }  // namespace
 
 AllReduceKernel pull_one_shot(DType dtype, ReduceOp op, uint32_t world_size) {
-  return choose_kernel<Kernels>(dtype, op, world_size);
+  return choose_kernel<PullOneShot>(dtype, op, world_size);
 }
 
 }  // namespace gpusync::cuda

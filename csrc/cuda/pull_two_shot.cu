@@ -60,28 +60,30 @@ __global__ void __launch_bounds__(512, kResidentBlocks)
   const uint64_t before_last = in_share(world_size - 1, 0);
   const uint64_t whole = all_whole > before_last ? all_whole - before_last : 0;
 
-  mine.visit<kAtOnce>(
-      whole, p.groups,
-      [&](uint64_t g, auto n) {
-        move_other_shares<T, kRanks>(
-            p, n,
-            [&](uint32_t share, uint32_t u) {
-              return load_once(input_packs + in_share(share, mine.at(g, u)));
-            },
-            [&](uint32_t share, uint32_t u, const Pack<T>& pack) {
-              *staged(rank, in_share(share, mine.at(g, u))) = pack;
-            });
-      },
-      [&](uint64_t g) {
-        move_other_shares<T, 0>(
-            p, AtOnce<1>{},
-            [&](uint32_t share, uint32_t) {
-              return load_pack(input, in_share(share, g), p.numel, is_aligned(input));
-            },
-            [&](uint32_t share, uint32_t, const Pack<T>& pack) {
-              if (in_share(share, g) < packs) *staged(rank, in_share(share, g)) = pack;
-            });
-      });
+  if (may_stage(p)) {
+    mine.visit<kAtOnce>(
+        whole, p.groups,
+        [&](uint64_t g, auto n) {
+          move_other_shares<T, kRanks>(
+              p, n,
+              [&](uint32_t share, uint32_t u) {
+                return load_once(input_packs + in_share(share, mine.at(g, u)));
+              },
+              [&](uint32_t share, uint32_t u, const Pack<T>& pack) {
+                *staged(rank, in_share(share, mine.at(g, u))) = pack;
+              });
+        },
+        [&](uint64_t g) {
+          move_other_shares<T, 0>(
+              p, AtOnce<1>{},
+              [&](uint32_t share, uint32_t) {
+                return load_pack(input, in_share(share, g), p.numel, is_aligned(input));
+              },
+              [&](uint32_t share, uint32_t, const Pack<T>& pack) {
+                if (in_share(share, g) < packs) *staged(rank, in_share(share, g)) = pack;
+              });
+        });
+  }
   bool complete = p.pull.sync<true, true>(p.key, DeviceWait(p.wait));
   if (complete) {
     mine.visit<kAtOnce>(
@@ -140,14 +142,14 @@ __global__ void __launch_bounds__(512, kResidentBlocks)
 }
 
 template <class T, uint32_t kRanks>
-struct Kernels {
+struct PullTwoShot {
   static AllReduceKernel kernel() { return pull_two_shot_kernel<T, kRanks>; }
 };
 
 }  // namespace
 
 AllReduceKernel pull_two_shot(DType dtype, ReduceOp op, uint32_t world_size) {
-  return choose_kernel<Kernels>(dtype, op, world_size);
+  return choose_kernel<PullTwoShot>(dtype, op, world_size);
 }
 
 }  // namespace gpusync::cuda

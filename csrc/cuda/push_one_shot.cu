@@ -194,14 +194,14 @@ __global__ void __launch_bounds__(512, kResidentBlocks)
 }
 
 template <class T, uint32_t kRanks>
-struct Kernels {
+struct PushOneShot {
   static AllReduceKernel kernel() { return push_one_shot_kernel<T, kRanks>; }
 };
 
 }  // namespace
 
 AllReduceKernel push_one_shot(DType dtype, ReduceOp op, uint32_t world_size) {
-  return choose_kernel<Kernels>(dtype, op, world_size);
+  return choose_kernel<PushOneShot>(dtype, op, world_size);
 }
 
 }  // namespace gpusync::cuda

@@ -129,6 +129,10 @@ __device__ __forceinline__ P poison(DType dtype) {
 /// for another.
 __device__ __forceinline__ uint32_t call_number(const AllReduceParams& p) { return p.calls[blockIdx.x]; }
 
+/// May this call stage its input? In a broken group calls do not wait for one another, and a peer may still
+/// read what an earlier one has staged in the same half, for a result that is whole.
+__device__ __forceinline__ bool may_stage(const AllReduceParams& p) { return !DeviceWait(p.wait).broken(); }
+
 /// Counts the call: each block its own copy, block 0 also those of the blocks that this call does without.
 /// After a block barrier that follows the last use of call_number().
 __device__ __forceinline__ void finish_call(const AllReduceParams& p, uint32_t call) {

@@ -260,6 +260,10 @@ class DeviceWait {
   /// Looked at before arriving, so that a rank which comes after its peers gave up neither waits nor passes.
   GPUSYNC_HD bool ready() const { return escape::status(m_context.status) == DeviceStatus::kWhole; }
 
+  /// Is the group broken, as far as this rank knows? Its calls have stopped waiting then, and must not write
+  /// to what a slower peer may still read.
+  GPUSYNC_HD bool broken() const { return escape::status(m_context.status) == DeviceStatus::kBroken; }
+
   GPUSYNC_HD void notify(uint32_t) const {}
 
   /// One load and one comparison a turn; clock and status are left to persist().
