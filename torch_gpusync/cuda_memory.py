@@ -158,14 +158,17 @@ def attach(
     max_blocks = max(1, min(_MAX_BLOCKS, min(count for _, count in places) // ranks_on_gpu))
     nbytes = ops._cuda_pad_bytes(channels, staging_bytes)
     pad, addresses, keep_alive = peers.allocate(meeting, nbytes, device, "SyncGroup", shared_name, deadline)
-    problem = ""
+    choices, problem = list[int](), ""
     try:
+        choices = tuning.find(properties.name, ranks_on_gpu, meeting.world_size)
         ops._cuda_open(pad, token, name, addresses, staging_bytes, max_blocks)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         problem = str(error)
     meeting.confirm(problem, "SyncGroup", shared_name, deadline)
     _probe(meeting, name, shared_name, deadline)
-    ops._cuda_tune(name, tuning.find(properties.name, ranks_on_gpu, meeting.world_size))
+    # Rank 0's for all, whatever GPUs and tables the others have: block i of a launch meets block i of the peers', so
+    # all have to be equally wide.
+    ops._cuda_tune(name, meeting.exchange(choices, "SyncGroup", shared_name, deadline)[0])
     return keep_alive
 
 
