@@ -292,6 +292,32 @@ def test_replays_of_a_broken_group_return_at_once_with_poison() -> None:
     still_works()
 
 
+def test_a_complete_call_stays_right_when_the_group_breaks_behind_it() -> None:
+    """Rank 1 alone reads in the first call, and is slow. Two collectives on, the others would stage into the same half: in a
+    broken group they do not wait for it any more."""
+    n, numel = 8, 1 << 20
+    first = [torch.randint(-99, 99, (numel,), generator=torch.Generator().manual_seed(r)) for r in range(n)]
+    expected = torch.stack(first).sum(0).float()
+    inputs = [x.float().cuda() for x in first]
+    other, tiny = torch.full((numel,), 1000.0, device="cuda"), torch.ones(1, device="cuda")
+    for _ in range(10):
+        with virtual_group(n) as ranks:
+
+            def body(sync: SyncGroup) -> Tensor:
+                result = sync.reduce(inputs[sync.rank], 1)
+                sync.barrier(fence=sync.rank != 2)
+                sync.reduce(tiny, 1)
+                sync.reduce(other, 1)
+                return result
+
+            graph, results = capture(ranks, body)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert all(sync.is_broken for sync in ranks)
+            assert torch.equal(results[1].cpu(), expected)
+    still_works()
+
+
 def test_a_mismatch_in_a_replay_is_reported() -> None:
     with virtual_group(3) as ranks:
         graphs, results = capture_each(ranks, lambda sync: sync.all_reduce(_INPUTS[10 + (sync.rank == 2)]))
