@@ -260,12 +260,13 @@ void cuda_buffer(Tensor memory, std::string group_name, std::string buffer_name,
                              {std::move(parts), poison_of(dtype), std::make_shared<Tensor>(memory)});
 }
 
-/// Rows of four: max_bytes, algo (as in fingerprint.h), blocks, threads.
+/// Rows of five: max_bytes, algo (as in fingerprint.h), blocks, threads, mask of dtypes.
 void cuda_tune(std::string group_name, std::vector<int64_t> numbers) {
   std::vector<cuda::Group::TuningRow> rows;
-  for (size_t i = 0; i + 3 < numbers.size(); i += 4) {
+  for (size_t i = 0; i + 4 < numbers.size(); i += 5) {
     rows.push_back({static_cast<uint64_t>(numbers[i]), static_cast<Algo>(numbers[i + 1]),
-                    static_cast<uint32_t>(numbers[i + 2]), static_cast<uint32_t>(numbers[i + 3])});
+                    static_cast<uint32_t>(numbers[i + 2]), static_cast<uint32_t>(numbers[i + 3]),
+                    static_cast<uint32_t>(numbers[i + 4])});
   }
   cuda::of(*find_group(group_name)).set_tuning(std::move(rows));
 }

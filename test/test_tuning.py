@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import torch_gpusync
 from torch_gpusync import cuda_memory, tuning
 from torch_gpusync.rendezvous import Deadline, Rendezvous
 from torch_gpusync.testing import RankError, run_threads
@@ -56,7 +58,7 @@ def test_tables_of_the_library(path: Path) -> None:
 
 def test_a_table_is_used_where_it_was_measured(own: Any) -> None:
     own(_table([ROW, LAST]))
-    assert tuning.find("a GPU", 1, 3) == [4096, 3, 8, 128, (1 << 63) - 1, 2, 128, 512]
+    assert tuning.find("a GPU", 1, 3) == [4096, 3, 8, 128, 0, (1 << 63) - 1, 2, 128, 512, 0]
     assert tuning.find("another GPU", 1, 3) == []
     assert tuning.find("a GPU", 2, 3) == []  # ranks that share it
     assert tuning.find("a GPU", 1, 4) == []
@@ -82,6 +84,7 @@ def test_ones_own_table_comes_first(own: Any) -> None:
         ({"max_bytes": 1 << 63}, "max_bytes must rise"),
         ({"blocks": 1.5}, "are integers"),
         ({"threads": None}, "are integers"),
+        ({"dtypes": ["int64", "int8"]}, "int8 is none of the dtypes"),
         ({"algo": "ring"}, "algo is one of pull_one_shot, "),
     ],
 )
@@ -102,6 +105,28 @@ def test_sizes_that_do_not_rise_are_refused(own: Any) -> None:
     own(_table([LAST, ROW]))
     with pytest.raises(ValueError, match="max_bytes must rise"):
         tuning.find("a GPU", 1, 3)
+
+
+def test_rows_for_some_dtypes_have_sizes_of_their_own(own: Any) -> None:
+    some = [{**row, "dtypes": ["float32", "int64"]} for row in (ROW, LAST)]
+    own(_table([ROW, LAST, *some]))
+    found = tuning.find("a GPU", 1, 3)
+    assert found[4::5] == [0, 0, 1 << 1 | 1 << 6, 1 << 1 | 1 << 6] and found[0::5][:2] == found[0::5][2:]
+
+
+def test_some_row_is_for_any_dtype(own: Any) -> None:
+    own(_table([{**LAST, "dtypes": ["float32"]}]))
+    with pytest.raises(ValueError, match="rows without dtypes are missing"):
+        tuning.find("a GPU", 1, 3)
+
+
+def test_numbers_of_dtypes_are_the_librarys() -> None:
+    header = (Path(torch_gpusync.include_path()) / "gpusync" / "fingerprint.h").read_text()
+    for enum, numbers in (("DType", tuning.DTYPE_NUMBERS), ("Algo", tuning.ALGO_NUMBERS)):
+        found = re.search(rf"enum class {enum} : uint8_t \{{ (.*?) \}}", header, re.DOTALL)
+        assert found is not None
+        names = [name.strip()[1:].lower() for name in found[1].split(",")]
+        assert {name: names.index(name.replace("_", "")) for name in numbers} == numbers
 
 
 def test_a_missing_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

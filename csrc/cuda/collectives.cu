@@ -44,14 +44,17 @@ void Group::set_tuning(std::vector<TuningRow> rows) {
   m_tuning = std::move(rows);
 }
 
-Group::TuningRow Group::choose(Algo algo, uint64_t bytes) const {
+Group::TuningRow Group::choose(Algo algo, DType dtype, uint64_t bytes) const {
   const std::shared_lock lock(m_tuning_mutex);
   const TuningRow* first = m_tuning.empty() ? std::begin(kDefaults) : m_tuning.data();
   const TuningRow* last = m_tuning.empty() ? std::end(kDefaults) : m_tuning.data() + m_tuning.size();
+  const uint32_t bit = 1u << static_cast<uint32_t>(dtype);
+  const bool named = std::any_of(first, last, [bit](const TuningRow& r) { return (r.dtypes & bit) != 0; });
   // An algorithm asked for by name takes its widths from the row that would have chosen it, or from the
   // nearest one.
   const TuningRow* row = nullptr;
   for (const TuningRow* r = first; r != last; ++r) {
+    if (named ? (r->dtypes & bit) == 0 : r->dtypes != 0) continue;
     if (algo != Algo::kNone && r->algo != algo) continue;
     row = r;
     if (bytes <= r->max_bytes) break;
@@ -66,7 +69,7 @@ void Group::all_reduce(const Launch& launch, const void* input, void* output, co
   const uint32_t channel = m_host.config().channels;
   const uint32_t world_size = m_host.world_size();
   const size_t item = cpu::item_bytes(payload.dtype);
-  const TuningRow row = choose(algo, payload.numel * item);
+  const TuningRow row = choose(algo, payload.dtype, payload.numel * item);
   const CallKey key = m_host.collective_key(Op::kAllReduce, payload, reduce_op, row.algo);
   if (payload.numel == 0) {
     m_host.skip(key, payload);

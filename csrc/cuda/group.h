@@ -93,12 +93,14 @@ class Group {
   void ping_pong(const Launch& launch, int64_t peer, int64_t first, int64_t rounds, bool fence,
                  int64_t* elapsed_ns);
 
-  /// What `auto` chooses and how wide a launch is, by payload; rows in ascending order of max_bytes.
+  /// What `auto` chooses and how wide a launch is, by payload; rows in ascending order of max_bytes, for the
+  /// dtypes that they name, or for all that no row names.
   struct TuningRow {
     uint64_t max_bytes;
     Algo algo;
     uint32_t blocks;  // at most
     uint32_t threads;
+    uint32_t dtypes = 0;  // a mask of bits 1 << DType; 0: the others
   };
   void set_tuning(std::vector<TuningRow> rows);
 
@@ -151,7 +153,7 @@ class Group {
   void clear(void* target, size_t bytes) const;
   void set_status(DeviceStatus status) const;
   const DeviceBuffer& device_buffer(const cpu::Buffer& buffer) const;
-  TuningRow choose(Algo algo, uint64_t bytes) const;
+  TuningRow choose(Algo algo, DType dtype, uint64_t bytes) const;
   template <bool kFence, bool kStart>
   void sync(const Launch& launch, Op op, int64_t channel);
 

@@ -19,7 +19,7 @@ from op_bodies import ALGOS, COPIED_DTYPES, Case, copies, messages, reductions
 from rank_tools import close_all, expect
 from reference_data import DTYPES
 
-from torch_gpusync import SyncError, SyncGroup, cuda_memory, virtual, virtual_buffers, virtual_ranks
+from torch_gpusync import SyncError, SyncGroup, cuda_memory, tuning, virtual, virtual_buffers, virtual_ranks
 from torch_gpusync.testing import run_ranks
 
 
@@ -30,6 +30,31 @@ def in_a_fresh_process(fn: Callable[..., Any], *args: Any, env: dict[str, str] |
 
 def _cases() -> list[Case]:
     return [Case(dtype, "sum", numel, 1, algo) for dtype in DTYPES for numel in (9, 40_000) for algo in ALGOS]
+
+
+# ---- which algorithm
+
+
+def test_auto_takes_the_tables_choice_for_size_and_dtype() -> None:
+    last = {"max_bytes": 1 << 62, "blocks": 16, "threads": 256}
+    rows: list[dict[str, Any]] = [
+        {**last, "max_bytes": 1024, "algo": "push_one_shot"},
+        {**last, "algo": "pull_one_shot"},
+        {**last, "algo": "pull_two_shot", "dtypes": ["float64"]},
+    ]
+    wanted = {
+        (torch.float32, 256): "push_one_shot",
+        (torch.float32, 257): "pull_one_shot",
+        (torch.float64, 1): "pull_two_shot",
+        (torch.float64, 4000): "pull_two_shot",
+    }
+    with virtual_group(3) as ranks:
+        for sync in ranks:
+            cuda_memory.ops._cuda_tune(sync.name, tuning.flatten(rows))
+        for (dtype, numel), algo in wanted.items():
+            drive(ranks, reductions, [Case(dtype, "sum", numel)])
+            calls = [line for line in ranks[0].dump().splitlines() if "all_reduce" in line]
+            assert algo in calls[-1], (dtype, numel, calls[-1])
 
 
 # ---- which GPU

@@ -28,6 +28,12 @@ _SHAPES = {
     "pull_two_shot": [(16, 512), (32, 512), (64, 512), (128, 512)],
     "push_one_shot": [(8, 128), (16, 256), (32, 256), (64, 512), (128, 128)],
 }
+# What is measured, and for which dtypes its rows are: the kernels know the number of ranks when compiled only for types of
+# 16 and 32 bits (csrc/cuda/reduce.cuh), so that the others have other choices.
+_DTYPES: dict[tuple[str, ...], torch.dtype] = {
+    (): torch.bfloat16,
+    ("float64", "int32", "int64"): torch.float64,
+}
 # An algorithm that takes longer than the best by this factor is not tried at larger sizes again, unless it is catching up.
 _HOPELESS = 3.0
 
@@ -41,28 +47,36 @@ def run_rank(context: Context, own_gpu: bool) -> list[dict[str, Any]]:
     multicast_off()
     context.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo")
     sync = SyncGroup(device=device, channels=1, timeout=context.timeout_s)
-    rows: list[dict[str, Any]] = []
-    algos = dict(_SHAPES)
-    behind: dict[str, float] = {}
     try:
-        for nbytes in _SIZES:
-            x = torch.randn(nbytes // 2, device=device).to(torch.bfloat16)
-            timed: list[_Timed] = [
-                (_time(sync, x, algo, blocks, threads), algo, blocks, threads)
-                for algo, shapes in algos.items()
-                for blocks, threads in shapes
-            ]
-            best = min(timed)
-            algos, behind = _drop_hopeless(algos, timed, behind)
-            rows.append(
-                dict(zip(("median_us", "algo", "blocks", "threads"), best, strict=True), max_bytes=nbytes)
-            )
-            if context.rank == 0:
-                context.progress(f"{nbytes} bytes: {best}")
+        return [
+            {**row, **({"dtypes": list(names)} if names else {})}
+            for names, dtype in _DTYPES.items()
+            for row in _rows(sync, dtype, context)
+        ]
     finally:
         sync.close()
         torch.cuda.synchronize()
         dist.destroy_process_group()
+
+
+def _rows(sync: SyncGroup, dtype: torch.dtype, context: Context) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    algos = dict(_SHAPES)
+    behind: dict[str, float] = {}
+    for nbytes in _SIZES:
+        x = torch.randn(nbytes // dtype.itemsize, device=sync.device).to(dtype)
+        timed: list[_Timed] = [
+            (_time(sync, x, algo, blocks, threads), algo, blocks, threads)
+            for algo, shapes in algos.items()
+            for blocks, threads in shapes
+        ]
+        best = min(timed)
+        algos, behind = _drop_hopeless(algos, timed, behind)
+        rows.append(
+            dict(zip(("median_us", "algo", "blocks", "threads"), best, strict=True), max_bytes=nbytes)
+        )
+        if context.rank == 0:
+            context.progress(f"{dtype}, {nbytes} bytes: {best}")
     rows[-1]["max_bytes"] = (1 << 63) - 1
     return rows
 
@@ -116,7 +130,9 @@ def _merged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Neighbouring sizes with the same choice share a row."""
     merged: list[dict[str, Any]] = []
     for row in rows:
-        same = merged and all(merged[-1][key] == row[key] for key in ("algo", "blocks", "threads"))
+        same = merged and all(
+            merged[-1].get(key) == row.get(key) for key in ("algo", "blocks", "threads", "dtypes")
+        )
         if same:
             merged[-1] = row
         else:
