@@ -166,7 +166,7 @@ def _rank_main(worker: Worker, context: Context, argument: Any) -> None:
         leave.set()
 
     threading.Thread(target=follow_launcher, daemon=True).start()
-    # Where ranks abort, core dumps of all the memory that they have mapped would take minutes.
+    # A rank that aborts shall be gone at once, without a dump of all the memory that it has mapped.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which ends the ranks
     try:
