@@ -24,7 +24,7 @@ from torch_gpusync.bench import cli, cuda, cuda_exchange, decode, latency, launc
 from torch_gpusync.bench.cuda_peers import Peers
 from torch_gpusync.bench.plan import EXCHANGES, Case, Plan
 from torch_gpusync.bench.results import Measurement, with_best_of
-from torch_gpusync.bench.timing import Series, Subject
+from torch_gpusync.bench.timing import Sampling, Series, Subject
 from torch_gpusync.testing import run_threads
 
 N = 3
@@ -111,6 +111,19 @@ def test_two_shot_is_left_out_where_it_fails() -> None:
     for ranks_on_gpu, nbytes, works in ((8, 4 << 20, False), (8, 512 << 10, True), (4, 4 << 20, True)):
         peers._ranks_on_gpu = ranks_on_gpu
         assert peers.two_shot_works(nbytes) == works
+
+
+def test_symm_mem_is_left_out_of_a_decode_step_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "subjects", lambda *_: [])
+    peers, what = Peers.__new__(Peers), plan.Plan((), Sampling())
+    for ranks_on_gpu, nbytes, works in ((8, 256 << 10, False), (8, 64 << 10, True), (4, 256 << 10, True)):
+        peers._ranks_on_gpu = ranks_on_gpu
+        said: list[str] = []
+        sync: Any = None
+        cuda._subjects(Case("decode", nbytes), what, sync, peers, said.append)
+        assert said == (
+            [] if works else ["symm_mem is left out: it fails at 256 KiB with so many ranks on a GPU"]
+        )
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

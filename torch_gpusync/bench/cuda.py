@@ -110,6 +110,8 @@ Progress = Callable[[str], None]
 def _subjects(case: Case, plan: Plan, sync: SyncGroup, peers: Peers, progress: Progress) -> list[Subject]:
     attempt = partial(_attempt, progress)
     if case.op == "decode":
+        if not peers.copy_works_in_a_step(case.nbytes):
+            progress(f"symm_mem is left out: it fails at {human(case.nbytes)} with so many ranks on a GPU")
         return decode.subjects(case, sync, peers, attempt)
     if case.op == "barrier":
         return _barrier_subjects(sync, peers)

@@ -28,8 +28,8 @@ _SHAPES = {
     "pull_two_shot": [(16, 512), (32, 512), (64, 512), (128, 512)],
     "push_one_shot": [(8, 128), (16, 256), (32, 256), (64, 512), (128, 128)],
 }
-# What is measured, and for which dtypes its rows are: the kernels know the number of ranks when compiled only for types of
-# 16 and 32 bits (csrc/cuda/reduce.cuh), so that the others have other choices.
+# What is measured, and for which dtypes its rows are: the kernels know the number of ranks when compiled only for
+# floating-point types of 16 and 32 bits (csrc/cuda/reduce.cuh), so that the others may have other choices.
 _DTYPES: dict[tuple[str, ...], torch.dtype] = {
     (): torch.bfloat16,
     ("float64", "int32", "int64"): torch.float64,
