@@ -1,10 +1,10 @@
 """The run on several GPUs of one host: `make test-multigpu PYTHON=... WHEEL=... [RANKS=...] [OUT=...]`.
 
-With a GPU for each rank: the tests whose ranks are processes, the figures beside SymmetricMemory and NCCL, and a tuning
-table. On a machine with fewer GPUs than ranks the same command runs with ranks that share them, under MPS: how it is
-tried out. Tables, plots and logs go to OUT. Every step is a process under a time limit, all of them together take less
-than 8 minutes unless --limit says otherwise, and --skip leaves steps out; the exit code is 0 only when all that were run
-succeeded. NVLink multicast stays off.
+With a GPU for each rank: the tests whose ranks are processes, a tuning table, and the figures of its choices beside
+SymmetricMemory and NCCL. On a machine with fewer GPUs than ranks the same command runs with ranks that share them, under
+MPS: how it is tried out. Tables, plots and logs go to OUT. Every step is a process under a time limit, all of them
+together take less than 8 minutes unless --limit says otherwise, and --skip leaves steps out; the exit code is 0 only when
+all that were run succeeded. NVLink multicast stays off.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import run_gpu_tests
 
 HERE = Path(__file__).resolve().parent
 GRACE = 10.0  # seconds for a step that has been told to end
+TABLE = "tuning.json"  # of choices, made by the step `tune` and used by those behind it
 LIMIT = "{limit}"  # in a command: the seconds that it has, less those in which it reports
 
 
@@ -57,11 +58,11 @@ def steps(options: argparse.Namespace, gpus: int, out: Path) -> dict[str, Step]:
     return {
         "tests": tests(75, "gpus" if gpus > 1 else "mps"),
         "barrier": figures(35, "barrier", "--ops", "barrier"),
+        "tune": Step(40 * times, [*bench, "--tune", str(out / TABLE)]),
         "all_reduce": figures(
             70, "all_reduce", "--ops", "all_reduce", "--sizes", options.sizes, *picture("all_reduce")
         ),
         "exchanges": figures(40, "exchanges", *exchanges, *picture("exchanges")),
-        "tune": Step(40 * times, [*bench, "--tune", str(out / "tuning.json")]),
         "decode": figures(85, "decode", "--ops", "decode"),
         "compile": tests(80, "compile", "--select", "reduce-overhead"),
         "nccl_symmetric": figures(
@@ -179,6 +180,8 @@ def main() -> int:
             show(out / f"{name}.txt", 25 if code == 0 else 80)
             ended = f"ENDED after {seconds:.0f} s" if code is None else f"FAILED ({code})"
             results[name] = ("passed" if code == 0 else ended, seconds)
+            if name == "tune" and code == 0:
+                env["GPUSYNC_TUNING"] = str(out / TABLE)
         print("######## figures", flush=True)
         # Not the last step's: ratios are between figures of one run, and that one has peers of its own.
         files = [out / f"{name}.json" for name in chosen if name != "nccl_symmetric"]
