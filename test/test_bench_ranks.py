@@ -59,8 +59,8 @@ def test_ranks_return_in_order() -> None:
     [
         ("raise", "rank 1 raised KeyError: 'who'"),
         ("raise and abort", "rank 1 raised KeyError: '_Fatal'"),
-        ("kill", "rank 1 was killed by SIGKILL"),
-        ("exit", "rank 1 exited with code 7 and no result"),
+        ("kill", "rank 1, without a result, was killed by SIGKILL"),
+        ("exit", "rank 1, without a result, exited with code 7"),
         ("hang", r"rank (0, )?1 reported nothing for 4 s and was ended"),
     ],
 )
@@ -68,6 +68,36 @@ def test_a_rank_that_fails_is_named(how: str, message: str) -> None:
     with pytest.raises(RankFailure, match=message) as caught:
         launch(_misbehave, 2, how, silence_s=4 if how == "hang" else 60)
     assert ("in _misbehave" in caught.value.details) == how.startswith("raise")
+
+
+def _clean_up_badly(context: Context, how: str) -> int:
+    context.init_process_group()
+    if context.rank == 1:
+        context.clean_up.callback({"hang": threading.Event().wait, "abort": os.abort}[how])
+    return context.rank
+
+
+@pytest.mark.parametrize(
+    ("how", "message"), [("hang", "did not exit and was ended"), ("abort", "was killed by SIGABRT")]
+)
+def test_a_clean_up_that_fails_loses_no_result(how: str, message: str) -> None:
+    """As NCCL's, which waits for graphs that hold work of a communicator, and throws where nobody catches."""
+    said: list[str] = []
+    assert launch(_clean_up_badly, 3, how, on_progress=said.append) == [0, 1, 2]
+    assert said == [f"rank 1, its result reported, {message}"]
+
+
+def _clean_up_in_order(context: Context, path: str) -> None:
+    context.clean_up.callback(lambda: Path(path).write_text(str(torch.distributed.is_initialized())))
+    context.init_process_group()
+    context.clean_up.callback(
+        lambda: Path(path + ".before").write_text(str(torch.distributed.is_initialized()))
+    )
+
+
+def test_the_clean_up_goes_backwards(tmp_path: Path) -> None:
+    launch(_clean_up_in_order, 1, str(tmp_path / "there"))
+    assert [(tmp_path / name).read_text() for name in ("there.before", "there")] == ["True", "False"]
 
 
 def _announce_and_hang(context: Context, path: str) -> None:

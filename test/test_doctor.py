@@ -175,7 +175,7 @@ def test_a_peer_that_may_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("rank 0 raised SyncError: not enough memory", "more memory"),
         ("rank 1 raised SyncTimeoutError: waited 30 s", "look at the load"),
-        ("rank 1 was killed by SIGILL", "the ranks run, but not the library"),
+        ("rank 1, without a result, was killed by SIGILL", "the ranks run, but not the library"),
     ],
 )
 def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch, failure: str, advice: str) -> None:

@@ -28,12 +28,9 @@ def run_rank(context: Context, plan: Plan) -> list[tuple[Case, list[Series]]]:
     """Measure every case of ``plan``; all ranks return the same subjects in the same order."""
     context.init_process_group()
     sync = SyncGroup(channels=2, timeout=context.timeout_s)
-    try:
-        board = sync.buffer("board", (1,), torch.int64)
-        return [(case, _run_case(context, plan, case, sync, board)) for case in plan.cases]
-    finally:
-        sync.close()
-        dist.destroy_process_group()
+    context.clean_up.callback(sync.close)
+    board = sync.buffer("board", (1,), torch.int64)
+    return [(case, _run_case(context, plan, case, sync, board)) for case in plan.cases]
 
 
 def _run_case(

@@ -39,14 +39,12 @@ def run_rank(context: Context, plan: Plan) -> list[tuple[Case, list[Series]]]:
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     context.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo")
     sync = SyncGroup(device=device, channels=2, timeout=context.timeout_s)
-    try:
-        ranks_on_gpu = -(-context.world_size // count)
-        peers = Peers(max(case.nbytes for case in plan.cases), device, ranks_on_gpu)
-        return [(case, _run_case(context, plan, case, sync, peers)) for case in plan.cases]
-    finally:
-        sync.close()
-        torch.cuda.synchronize()
-        dist.destroy_process_group()
+    context.clean_up.callback(sync.close)
+    ranks_on_gpu = -(-context.world_size // count)
+    peers = Peers(max(case.nbytes for case in plan.cases), device, ranks_on_gpu)
+    context.clean_up.callback(peers.close)
+    context.clean_up.callback(decode.forget_graphs)
+    return [(case, _run_case(context, plan, case, sync, peers)) for case in plan.cases]
 
 
 def multicast_off() -> None:

@@ -30,6 +30,7 @@ class Peers:
         self.has_nccl = ranks_on_gpu == 1
         self._ranks_on_gpu = ranks_on_gpu
         self._device = device
+        self._pools: list[torch.cuda.MemPool] = []
         self._one = torch.zeros(1, device=device)
 
     def barrier(self) -> None:
@@ -94,8 +95,8 @@ class Peers:
         return partial(dist.all_reduce, torch.zeros_like(x))
 
     def nccl_symmetric(self, x: torch.Tensor) -> Callable[[], object]:
-        """The same in memory that is registered for NCCL's symmetric kernels, for as long as this process lives. They use no
-        multicast where NCCL_NVLS_ENABLE is 0."""
+        """The same in memory that is registered for NCCL's symmetric kernels until ``close``. They use no multicast where
+        NCCL_NVLS_ENABLE is 0."""
         group = dist.group.WORLD
         assert group is not None
         dist.all_reduce(self._one)  # registering needs a communicator
@@ -104,5 +105,16 @@ class Peers:
         with torch.cuda.use_mem_pool(pool):
             here = torch.zeros_like(x)
         backend.register_mem_pool(pool, symm=True)  # type: ignore[attr-defined]
-        self._pools = [*getattr(self, "_pools", []), pool]
+        self._pools.append(pool)
         return partial(dist.all_reduce, here)
+
+    def close(self) -> None:
+        """Takes back what NCCL has registered. A pool's memory is NCCL's and has to go before the communicator does, and what
+        lies in it before that: no graph may hold it any more."""
+        group = dist.group.WORLD
+        assert group is not None
+        torch.cuda.synchronize()
+        while self._pools:
+            pool = self._pools.pop()
+            group._get_backend(self._device).deregister_mem_pool(pool)  # type: ignore[attr-defined]
+            del pool

@@ -53,7 +53,7 @@ def subjects(
 ) -> list[Subject]:
     """The step with NCCL's all-reduce, symm_mem's and gpusync's, and without any, which is the floor; ``case.nbytes`` is the
     activation's. A peer that cannot be compiled is left out by ``attempt``."""
-    torch._dynamo.reset()  # the compiled code of the case before would count towards the limit of recompilations
+    forget_graphs()  # of the case before, which would count towards the limit of recompilations
     batch = case.nbytes // (2 * HIDDEN)
     there = peers.buffer[: batch * HIDDEN].view(batch, HIDDEN)
     torch._dynamo.mark_static_address(there)  # a CUDA graph reads it where it lies, not a copy of it
@@ -74,6 +74,12 @@ def subjects(
         found += attempt(impl, partial(_subject, impl, reduce, True, batch, sync))
     ours = [("gpusync", sync.all_reduce), ("without all_reduce", lambda x: x)]
     return found + [_subject(impl, reduce, False, batch, sync) for impl, reduce in ours]
+
+
+def forget_graphs() -> None:
+    """Lets compiled steps and their CUDA graphs go. NCCL ends a communicator only when no graph holds work of it any more
+    (https://github.com/pytorch/pytorch/issues/115388), so this comes before."""
+    torch._dynamo.reset()
 
 
 def _subject(impl: str, reduce: Reduce, is_peer: bool, batch: int, sync: SyncGroup) -> Subject:

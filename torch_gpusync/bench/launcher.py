@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -39,13 +39,15 @@ class Context:
     timeout_s: float  # of any wait, of gpusync's and of its peers'
     store_port: int
     pipe: Connection
+    # Done once all ranks have reported, the last entry first: no hang or crash of it loses a result.
+    clean_up: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def progress(self, text: str) -> None:
         """Show that the work goes on; the launcher ends ranks that say nothing for its ``silence_s``."""
         self.pipe.send(("progress", text))
 
     def init_process_group(self, backend: str = "gloo") -> None:
-        """Make this process one of the ranks of torch.distributed."""
+        """Make this process one of the ranks of torch.distributed, until the clean-up."""
         import torch.distributed as dist
 
         os.environ.setdefault(
@@ -56,6 +58,7 @@ class Context:
         dist.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit
         )
+        self.clean_up.callback(dist.destroy_process_group)
 
 
 Worker = Callable[[Context, Any], Any]  # a function of a module; what it takes and returns travels by pickle
@@ -72,8 +75,8 @@ def launch(
 ) -> list[Any]:
     """Run ``worker(context, argument)`` as ``world_size`` processes and return their results in rank order.
 
-    Each rank has one intra-op thread. ``on_progress`` is given what the ranks report. No process outlives the
-    call, and none outlives this process. Raises RankFailure.
+    Each rank has one intra-op thread. ``on_progress`` is given what the ranks report, and which of them did not end of
+    themselves. No process outlives the call, and none outlives this process. Raises RankFailure.
     """
     from torch.distributed import TCPStore
 
@@ -96,8 +99,11 @@ def launch(
         results = _collect(ranks, silence_s, on_progress)
         for _, pipe in ranks:
             pipe.send("leave")
-        for process, _ in ranks:
-            process.join(_GRACE_S)
+        limit = time.monotonic() + _GRACE_S
+        for rank, (process, _) in enumerate(ranks):
+            process.join(max(0.0, limit - time.monotonic()))
+            if process.exitcode != 0:
+                on_progress(f"rank {rank}, its result reported, {_how_it_ended(process)}")
         return results
     finally:
         for process, pipe in ranks:
@@ -132,7 +138,8 @@ def _collect(
             elif kind == "error":
                 failures[r] = RankFailure(f"rank {r} raised {value[0]}", value[1])
             else:
-                failures[r] = RankFailure(f"rank {r} {_how_it_ended(ranks[r][0])}")
+                ranks[r][0].join(_GRACE_S)
+                failures[r] = RankFailure(f"rank {r}, without a result, {_how_it_ended(ranks[r][0])}")
             heard = time.monotonic()
     if failures:
         # A rank that died or raised something of its own comes before those that missed it.
@@ -144,15 +151,10 @@ def _collect(
 
 
 def _how_it_ended(process: BaseProcess) -> str:
-    process.join(_GRACE_S)
     code = process.exitcode
     if code is None:
-        return "closed its pipe and did not exit"
-    return (
-        f"was killed by {signal.Signals(-code).name}"
-        if code < 0
-        else f"exited with code {code} and no result"
-    )
+        return "did not exit and was ended"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 def _rank_main(worker: Worker, context: Context, argument: Any) -> None:
@@ -179,6 +181,7 @@ def _rank_main(worker: Worker, context: Context, argument: Any) -> None:
         # Before the traceback's frames are let go: what they hold may end the process when a GPU has failed.
         _tell(context, "error", (last, traceback.format_exc()))
     leave.wait()  # until all have reported: peers may still need this rank's memory and sockets
+    context.clean_up.close()
 
 
 def _tell(context: Context, kind: str, value: Any) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from torch_gpusync import SyncGroup
 from torch_gpusync.ops import ops
@@ -47,16 +46,12 @@ def run_rank(context: Context, own_gpu: bool) -> list[dict[str, Any]]:
     multicast_off()
     context.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo")
     sync = SyncGroup(device=device, channels=1, timeout=context.timeout_s)
-    try:
-        return [
-            {**row, **({"dtypes": list(names)} if names else {})}
-            for names, dtype in _DTYPES.items()
-            for row in _rows(sync, dtype, context)
-        ]
-    finally:
-        sync.close()
-        torch.cuda.synchronize()
-        dist.destroy_process_group()
+    context.clean_up.callback(sync.close)
+    return [
+        {**row, **({"dtypes": list(names)} if names else {})}
+        for names, dtype in _DTYPES.items()
+        for row in _rows(sync, dtype, context)
+    ]
 
 
 def _rows(sync: SyncGroup, dtype: torch.dtype, context: Context) -> list[dict[str, Any]]:
