@@ -58,12 +58,10 @@ __device__ __forceinline__ Half<T> unpack(const Parcel& parcel) {
   return half;
 }
 
+/// Half `index` of `numel` elements at `data`, however that is aligned; elements beyond the end are zero.
 template <class T>
 __device__ __forceinline__ Half<T> load_half(const T* data, uint64_t index, uint64_t numel) {
   const uint64_t first = index * Half<T>::kItems;
-  if (first + Half<T>::kItems <= numel && reinterpret_cast<uintptr_t>(data) % 8 == 0) {
-    return reinterpret_cast<const Half<T>*>(data)[index];
-  }
   Half<T> half;
 #pragma unroll
   for (uint32_t k = 0; k < Half<T>::kItems; ++k) half.items[k] = first + k < numel ? data[first + k] : T{};
@@ -73,15 +71,22 @@ __device__ __forceinline__ Half<T> load_half(const T* data, uint64_t index, uint
 template <class T>
 __device__ __forceinline__ void store_half(T* data, uint64_t index, uint64_t numel, const Half<T>& half) {
   const uint64_t first = index * Half<T>::kItems;
-  if (first + Half<T>::kItems <= numel && reinterpret_cast<uintptr_t>(data) % 8 == 0) {
-    reinterpret_cast<Half<T>*>(data)[index] = half;
-    return;
-  }
 #pragma unroll
   for (uint32_t k = 0; k < Half<T>::kItems; ++k) {
     if (first + k < numel) data[first + k] = half.items[k];
   }
 }
+
+/// How many halves from the first on can be loaded and stored as such.
+template <class T>
+__device__ __forceinline__ uint64_t whole_halves(const T* input, const T* output, uint64_t numel) {
+  const uintptr_t both = reinterpret_cast<uintptr_t>(input) | reinterpret_cast<uintptr_t>(output);
+  return both % sizeof(Half<T>) == 0 ? numel / Half<T>::kItems : 0;
+}
+
+/// Parcels that a thread has in flight. More cost registers (see kResidentBlocks).
+template <uint32_t kRanks>
+inline constexpr uint32_t kParcelsAtOnce = kRanks == 2 ? 2 : 1;
 
 /// Two halves suffice without any clearing: half k % 2 is written again in call k + 2, after my kernel k + 1
 /// has received data that every peer sent after its own kernel k had ended.
@@ -95,23 +100,35 @@ __global__ void __launch_bounds__(512, kResidentBlocks)
   auto* output = static_cast<T*>(p.output);
   const uint32_t world_size = kRanks != 0 ? kRanks : p.pull.world_size();
   const uint32_t rank = p.pull.rank();
+  const auto* input_halves = static_cast<const Half<T>*>(p.input);
+  auto* output_halves = static_cast<Half<T>*>(p.output);
   const uint64_t parcels = (p.numel + Half<T>::kItems - 1) / Half<T>::kItems;
-  const uint64_t first = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  const uint64_t stride = uint64_t{gridDim.x} * blockDim.x;
+  const uint64_t whole = whole_halves(input, output, p.numel);
+  const MyPacks mine;  // here of parcels, which are smaller
+  constexpr uint32_t kAtOnce = kParcelsAtOnce<kRanks>;
   const uint32_t call = call_number(p);
   const Flags flags(call, p.key);
   const uint64_t half = (call % kHalves) * p.half_bytes;
   const auto slot = [&](uint32_t owner, uint32_t source) {
     return reinterpret_cast<Parcel*>(p.area[owner] + half + source * p.slot_bytes);
   };
-  const auto post = [&] {
-    for (uint64_t i = first; i < parcels; i += stride) {
-      const Half<T> data = load_half(input, i, p.numel);
+  const auto send_to_peers = [&](uint64_t i, const Half<T>& data) {
 #pragma unroll
-      for (uint32_t r = 0; r < world_size; ++r) {
-        if (r != rank) send(slot(r, rank) + i, *reinterpret_cast<const uint2*>(&data), flags);
-      }
+    for (uint32_t r = 0; r < world_size; ++r) {
+      if (r != rank) send(slot(r, rank) + i, *reinterpret_cast<const uint2*>(&data), flags);
     }
+  };
+  const auto post = [&] {
+    mine.visit<kAtOnce>(
+        whole, parcels,
+        [&]<uint32_t n>(uint64_t i, AtOnce<n>) {
+          Half<T> held[n];
+#pragma unroll
+          for (uint32_t u = 0; u < n; ++u) held[u] = input_halves[mine.at(i, u)];
+#pragma unroll
+          for (uint32_t u = 0; u < n; ++u) send_to_peers(mine.at(i, u), held[u]);
+        },
+        [&](uint64_t i) { send_to_peers(i, load_half(input, i, p.numel)); });
     if (blockIdx.x == 0) p.pull.announce(p.key, DeviceWait(p.wait));
   };
   // Which ranks' parcel i is not here?
@@ -122,43 +139,56 @@ __global__ void __launch_bounds__(512, kResidentBlocks)
     }
     return mask;
   };
-  // Receives parcel i of every rank, reduces and stores; false: not all here yet after that many polls.
-  const auto receive = [&](uint64_t i) {
-    Reduction<T, Half<T>> sum;
-    if constexpr (kRanks != 0) {
-      Parcel parcels_of[kRanks];
-      bool here = false;
-      for (uint32_t polls = 0; !here && polls < kPollsBetweenChecks; ++polls) {
-        here = true;
+  // Receives n of my parcels from i of every rank, reduces and stores them; false: not all here yet after
+  // that many polls.
+  const auto receive = [&]<uint32_t n>(uint64_t i, AtOnce<n>) {
+    Half<T> own[n];
+    Parcel parcels_of[n][kRanks];
 #pragma unroll
-        for (uint32_t r = 0; r < kRanks; ++r) {
-          if (r != rank) parcels_of[r] = look(slot(rank, r) + i);
+    for (uint32_t u = 0; u < n; ++u) own[u] = input_halves[mine.at(i, u)];
+    bool here = false;
+    for (uint32_t polls = 0; !here && polls < kPollsBetweenChecks; ++polls) {
+#pragma unroll
+      for (uint32_t u = 0; u < n; ++u)
+#pragma unroll
+        for (uint32_t r = 0; r != kRanks; ++r) {
+          if (r != rank) parcels_of[u][r] = look(slot(rank, r) + mine.at(i, u));
         }
+      here = true;
 #pragma unroll
-        for (uint32_t r = 0; r < kRanks; ++r) here = here && (r == rank || is_here(parcels_of[r], flags));
-      }
-      if (!here) return false;
-      const Half<T> own = load_half(input, i, p.numel);
+      for (uint32_t u = 0; u < n; ++u)
 #pragma unroll
-      for (uint32_t r = 0; r < kRanks; ++r) {
-        const Half<T> data = r == rank ? own : unpack<T>(parcels_of[r]);
+        for (uint32_t r = 0; r != kRanks; ++r) here = here && (r == rank || is_here(parcels_of[u][r], flags));
+    }
+    if (!here) return false;
+#pragma unroll
+    for (uint32_t u = 0; u < n; ++u) {
+      Reduction<T, Half<T>> sum;
+#pragma unroll
+      for (uint32_t r = 0; r != kRanks; ++r) {
+        const Half<T> data = r == rank ? own[u] : unpack<T>(parcels_of[u][r]);
         r == 0 ? sum.first(data) : sum.template add<true>(p, data);
       }
-    } else {
-      for (uint32_t r = 0; r < world_size; ++r) {
-        Half<T> data;
-        if (r == rank) {
-          data = load_half(input, i, p.numel);
-        } else {
-          Parcel parcel = look(slot(rank, r) + i);
-          for (uint32_t polls = 0; !is_here(parcel, flags); ++polls) {
-            if (polls >= kPollsBetweenChecks) return false;
-            parcel = look(slot(rank, r) + i);
-          }
-          data = unpack<T>(parcel);
+      output_halves[mine.at(i, u)] = sum.result(p);
+    }
+    return true;
+  };
+  // The same for one parcel, in little code and for any number of ranks, one after the other.
+  const auto receive_odd = [&](uint64_t i) {
+    Reduction<T, Half<T>> sum;
+    for (uint32_t r = 0; r < world_size; ++r) {
+      Half<T> data;
+      if (r == rank) {
+        data = load_half(input, i, p.numel);
+      } else {
+        Parcel parcel = look(slot(rank, r) + i);
+        for (uint32_t polls = 0; !is_here(parcel, flags); ++polls) {
+          if (polls >= kPollsBetweenChecks) return false;
+          parcel = look(slot(rank, r) + i);
         }
-        r == 0 ? sum.first(data) : sum.template add<false>(p, data);
+        data = unpack<T>(parcel);
       }
+      r == 0 ? sum.first(data) : sum.template add<false>(p, data);
     }
     store_half(output, i, p.numel, sum.result(p));
     return true;
@@ -168,24 +198,30 @@ __global__ void __launch_bounds__(512, kResidentBlocks)
   const bool posted = wait.ready();
   if (posted) post();
   bool complete = posted;
-  for (uint64_t i = first; i < parcels && complete; i += stride) complete = receive(i);
+  const auto receive_next = [&](uint64_t i) { complete = complete && receive_odd(i); };
+  if constexpr (kRanks != 0) {
+    mine.visit<kAtOnce>(
+        whole, parcels, [&](uint64_t i, auto n) { complete = complete && receive(i, n); }, receive_next);
+  } else {
+    for (uint64_t i = mine.first; i < parcels; i += mine.step) receive_next(i);
+  }
 
   if (!__syncthreads_and(complete)) [[unlikely]] {
     complete = posted || wait.settle();
     if (complete && !posted) post();
     const uint64_t start = escape::now();
-    const Semaphore& mine = p.pull.own(0);
-    for (uint64_t i = first; i < parcels && complete; i += stride) {
-      while (complete && !receive(i)) {
-        const uint64_t expected = Arrival{mine.epoch(rank), p.key}.pack();
+    const Semaphore& arrivals = p.pull.own(0);
+    for (uint64_t i = mine.first; i < parcels && complete; i += mine.step) {
+      while (complete && !receive_odd(i)) {
+        const uint64_t expected = Arrival{arrivals.epoch(rank), p.key}.pack();
         bool mismatch = false;
         for (uint32_t r = 0; r < world_size; ++r)
-          mismatch = mismatch || compare(mine.peek(r), expected) == Seen::kMismatch;
-        complete = escape::go_on(p.wait, mine, expected, mismatch, start, [&] { return missing(i); });
+          mismatch = mismatch || compare(arrivals.peek(r), expected) == Seen::kMismatch;
+        complete = escape::go_on(p.wait, arrivals, expected, mismatch, start, [&] { return missing(i); });
       }
     }
     if (!complete) {
-      for (uint64_t i = first; i < parcels; i += stride)
+      for (uint64_t i = mine.first; i < parcels; i += mine.step)
         store_half(output, i, p.numel, poison<Half<T>>(p.dtype));
     }
   }

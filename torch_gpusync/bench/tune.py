@@ -25,7 +25,7 @@ _SAMPLES = 3
 _SHAPES = {
     "pull_one_shot": [(16, 256), (32, 512), (64, 512), (128, 512)],
     "pull_two_shot": [(16, 512), (32, 512), (64, 512), (128, 512)],
-    "push_one_shot": [(8, 128), (16, 256), (32, 256), (64, 512), (128, 128)],
+    "push_one_shot": [(8, 128), (16, 256), (32, 256), (64, 256), (64, 512), (128, 128)],
 }
 # What is measured, and for which dtypes its rows are: the kernels know the number of ranks when compiled only for
 # floating-point types of 16 and 32 bits (csrc/cuda/reduce.cuh), so that the others may have other choices.
