@@ -283,7 +283,7 @@ _RUNNER = Path(__file__).parent / "cuda" / "run_multigpu.py"
 # Stands in for the Python whose torch is used: two GPUs, tests that fail, all-gathers that hang.
 _STAND_IN = """#!/bin/sh
 case "$*" in
-  *device_count*) echo 2 0 ;;
+  *device_count*) echo 2 ;;
   *read_json*) exec {python} "$@" ;;
   *run_gpu_tests*) echo "limit $7"; exit 3 ;;
   *--tune*) echo "with ${{GPUSYNC_TUNING-none}}" ;;
@@ -344,9 +344,7 @@ def test_the_steps_take_less_than_eight_minutes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(str(_RUNNER.parent))
     import run_multigpu
 
-    options = SimpleNamespace(
-        python="python", wheel=Path("w"), ranks="2", sizes="1K", exchange_sizes="8K", plots=0
-    )
+    options = SimpleNamespace(python="python", wheel=Path("w"), ranks="2", sizes="1K", exchange_sizes="8K")
     for gpus, part in ((1, "mps"), (2, "gpus")):
         steps = run_multigpu.steps(options, gpus, Path("out"))
         assert sum(step.limit for step in steps.values()) + 2 * run_multigpu.GRACE < 480

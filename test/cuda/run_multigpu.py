@@ -51,18 +51,13 @@ def steps(options: argparse.Namespace, gpus: int, out: Path) -> dict[str, Step]:
             [*bench, *more, "--rounds", "7", "--sample", "0.02", "--json", str(out / f"{name}.json")],
         )
 
-    def picture(name: str) -> list[str]:
-        return ["--plot", str(out / f"{name}.png")] if options.plots else []
-
     exchanges = ["--ops", "all_gather,reduce_scatter", "--sizes", options.exchange_sizes]
     return {
         "tests": tests(75, "gpus" if gpus > 1 else "mps"),
         "barrier": figures(35, "barrier", "--ops", "barrier"),
         "tune": Step(40 * times, [*bench, "--tune", str(out / TABLE)]),
-        "all_reduce": figures(
-            70, "all_reduce", "--ops", "all_reduce", "--sizes", options.sizes, *picture("all_reduce")
-        ),
-        "exchanges": figures(40, "exchanges", *exchanges, *picture("exchanges")),
+        "all_reduce": figures(70, "all_reduce", "--ops", "all_reduce", "--sizes", options.sizes),
+        "exchanges": figures(40, "exchanges", *exchanges),
         "decode": figures(85, "decode", "--ops", "decode"),
         "compile": tests(80, "compile", "--select", "reduce-overhead"),
         "nccl_symmetric": figures(
@@ -105,15 +100,20 @@ def show(path: Path, lines: int) -> None:
     print("\n".join(line[:200] for line in text[-lines:]), flush=True)
 
 
-def tabulate(python: str, env: dict[str, str], files: list[Path], output: Path) -> None:
-    """All figures as one table."""
+def report(python: str, env: dict[str, str], files: list[Path], out: Path) -> None:
+    """All figures as one table and, where there is matplotlib, one picture."""
     code = (
-        "import sys; from pathlib import Path; from torch_gpusync.bench.results import read_json, table\n"
-        "print(table([m for name in sys.argv[1:] for m in read_json(Path(name))]))"
+        "import importlib.util, sys; from pathlib import Path; from torch_gpusync.bench.plot import plot\n"
+        "from torch_gpusync.bench.results import read_json, table\n"
+        "figures = [m for name in sys.argv[2:] for m in read_json(Path(name))]; print(table(figures), flush=True)\n"
+        "if figures and importlib.util.find_spec('matplotlib'): plot(figures, Path(sys.argv[1]))"
     )
     found = [str(path) for path in files if path.exists()]
-    if found and run([python, "-c", code, *found], env, output, 60) == 0:
-        show(output, 1000)
+    if (
+        found
+        and run([python, "-c", code, str(out / "figures.png"), *found], env, out / "figures.txt", 60) == 0
+    ):
+        show(out / "figures.txt", 1000)
 
 
 def main() -> int:
@@ -140,14 +140,11 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     out = options.out.resolve()
     run_gpu_tests.adopt_orphans()
-    facts = (
-        "import importlib.util, torch\n"
-        "print(torch.cuda.device_count(), int(importlib.util.find_spec('matplotlib') is not None))"
-    )
+    count = "import torch; print(torch.cuda.device_count())"
     found = subprocess.run(
-        [options.python, "-c", facts], capture_output=True, text=True, timeout=120, check=True
+        [options.python, "-c", count], capture_output=True, text=True, timeout=120, check=True
     )
-    gpus, options.plots = (int(word) for word in found.stdout.split())
+    gpus = int(found.stdout)
     chosen = steps(options, gpus, out)
     skipped = [name for name in options.skip.split(",") if name]
     if unknown := [name for name in skipped if name not in chosen]:
@@ -185,7 +182,7 @@ def main() -> int:
         print("######## figures", flush=True)
         # Not the last step's: ratios are between figures of one run, and that one has peers of its own.
         files = [out / f"{name}.json" for name in chosen if name != "nccl_symmetric"]
-        tabulate(options.python, env, files, out / "figures.txt")
+        report(options.python, env, files, out)
     print(
         "\n".join(f"{name:15} {verdict:18} {seconds:5.0f} s" for name, (verdict, seconds) in results.items())
     )
