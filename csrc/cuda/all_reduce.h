@@ -40,4 +40,14 @@ AllReduceKernel pull_one_shot(DType dtype, ReduceOp op, uint32_t world_size);
 AllReduceKernel pull_two_shot(DType dtype, ReduceOp op, uint32_t world_size);
 AllReduceKernel push_one_shot(DType dtype, ReduceOp op, uint32_t world_size);
 
+inline AllReduceKernel kernel_of(Algo algo, DType dtype, ReduceOp op, uint32_t world_size) {
+  switch (algo) {
+    case Algo::kPullTwoShot: return pull_two_shot(dtype, op, world_size);
+    case Algo::kPushOneShot: return push_one_shot(dtype, op, world_size);
+    case Algo::kNone:
+    case Algo::kPullOneShot: break;
+  }
+  return pull_one_shot(dtype, op, world_size);
+}
+
 }  // namespace gpusync::cuda

@@ -1,150 +1,18 @@
 // The collectives in which every rank reads a piece of every rank's input: all_gather, broadcast, all_to_all,
-// reduce_scatter, and reduce. Stage, meet, read, as in cpu/exchange.cpp.
-#include <algorithm>
+// reduce_scatter, and reduce.
+#include "exchange.h"
 
 #include "group.h"
-#include "reduce.cuh"
+#include "kernels.h"
+#include "launches.h"
 
 namespace gpusync::cuda {
-namespace {
-
-/// `numel` of the base are the columns of this part, `groups` the packs of a staged row.
-struct ExchangeParams : AllReduceParams {
-  uint64_t columns;  // of a whole row, in the input and in the output
-  uint64_t poison;
-  uint32_t rows;    // of my input
-  uint32_t my_row;  // the row of a peer's input that is meant for me
-  uint32_t giver;   // the rank whose input all read; kMaxRanks: everybody's
-  uint32_t taker;   // the rank that reduces, for others get zeros; kMaxRanks: everybody
-};
-
-using ExchangeKernel = void (*)(ExchangeParams);
-
-constexpr uint32_t kThreads = 512;
-
-template <class T>
-__device__ __forceinline__ Pack<T>* staged_row(const ExchangeParams& p, uint32_t rank, uint64_t half,
-                                               uint32_t row) {
-  return reinterpret_cast<Pack<T>*>(p.area[rank] + half) + row * p.groups;
-}
-
-/// The row of my input that rank r reads.
-template <class T>
-__device__ __forceinline__ const T* my_input(const ExchangeParams& p, uint32_t r) {
-  return static_cast<const T*>(p.input) + (p.rows != 1 ? r : 0) * p.columns;
-}
-
-/// Every pack has the same owner among the blocks wherever it is staged and read: a block waits for the
-/// peers' blocks of its own index alone. Of several rows, mine is read where it lies.
-template <class T>
-__device__ __forceinline__ void stage(const ExchangeParams& p, uint64_t half) {
-  const uint32_t rank = p.pull.rank();
-  if ((p.giver != kMaxRanks && p.giver != rank) || !may_stage(p)) return;
-  for (uint32_t row = 0; row < p.rows; ++row) {
-    if (p.rows == 1 || row != rank) copy_in(staged_row<T>(p, rank, half, row), my_input<T>(p, row), p.numel);
-  }
-}
-
-/// Pack i of rank r's row for me.
-template <class T>
-__device__ __forceinline__ Pack<T> piece(const ExchangeParams& p, uint64_t half, uint32_t r, uint64_t i) {
-  if (r != p.pull.rank()) return load_once(staged_row<T>(p, r, half, p.my_row) + i);
-  const T* input = my_input<T>(p, r);
-  return load_pack(input, i, p.numel, is_aligned(input));
-}
-
-template <class T>
-__global__ void __launch_bounds__(kThreads, kResidentBlocks)
-    copy_kernel(const __grid_constant__ ExchangeParams p) {
-  const uint32_t call = call_number(p);
-  const uint64_t half = (call % kHalves) * p.half_bytes;
-  stage<T>(p, half);
-  const bool complete = p.pull.sync<true, true>(p.key, DeviceWait(p.wait));
-  const bool one = p.giver != kMaxRanks;
-  Pack<T> poison;
-  reinterpret_cast<uint64_t*>(&poison)[0] = reinterpret_cast<uint64_t*>(&poison)[1] = p.poison;
-  const MyPacks mine;
-  for (uint32_t r = one ? p.giver : 0; r < (one ? p.giver + 1 : p.pull.world_size()); ++r) {
-    T* output = static_cast<T*>(p.output) + (one ? 0 : r * p.columns);
-    const T* input = my_input<T>(p, r);
-    const bool own = r == p.pull.rank();
-    const auto* from = own ? reinterpret_cast<const Pack<T>*>(input) : staged_row<T>(p, r, half, p.my_row);
-    const uint64_t whole =
-        min(whole_packs(output, p.numel), own ? whole_packs(input, p.numel) : ~uint64_t{0});
-    mine.visit<kCopiedAtOnce>(
-        complete ? whole : 0, p.groups,
-        [&](uint64_t i, auto n) { copy_packs(reinterpret_cast<Pack<T>*>(output), from, mine, i, n); },
-        [&](uint64_t i) {
-          store_pack(output, i, p.numel, is_aligned(output), complete ? piece<T>(p, half, r, i) : poison);
-        });
-  }
-  touch(p.token);
-  finish_call(p, call);
-}
-
-template <class T, uint32_t kRanks>
-__global__ void __launch_bounds__(kThreads, kResidentBlocks)
-    reduce_kernel(const __grid_constant__ ExchangeParams p) {
-  const uint32_t call = call_number(p);
-  const uint64_t half = (call % kHalves) * p.half_bytes;
-  stage<T>(p, half);
-  const bool complete = p.pull.sync<true, true>(p.key, DeviceWait(p.wait));
-  T* output = static_cast<T*>(p.output);
-  const uint32_t rank = p.pull.rank();
-  const T* input = my_input<T>(p, rank);
-  const auto* input_packs = reinterpret_cast<const Pack<T>*>(input);
-  const bool takes = p.taker == kMaxRanks || p.taker == rank;
-  const uint64_t whole = min(whole_packs(output, p.numel), whole_packs(input, p.numel));
-  const MyPacks mine;
-  mine.visit<kReducedAtOnce<kRanks>>(
-      complete && takes ? whole : 0, p.groups,
-      [&](uint64_t i, auto n) {
-        reduce_ranks<T, kRanks>(
-            p, n,
-            [&](uint32_t r, uint32_t u) {
-              return load_once((r == rank ? input_packs : staged_row<T>(p, r, half, p.my_row)) +
-                               mine.at(i, u));
-            },
-            [&](uint32_t u, const Pack<T>& result) {
-              reinterpret_cast<Pack<T>*>(output)[mine.at(i, u)] = result;
-            });
-      },
-      [&](uint64_t i) {
-        Pack<T> result{};
-        if (!complete) {
-          result = poison<Pack<T>>(p.dtype);
-        } else if (takes) {
-          result = reduce_odd<T>(p, [&](uint32_t r) { return piece<T>(p, half, r, i); });
-        }
-        store_pack(output, i, p.numel, is_aligned(output), result);
-      });
-  touch(p.token);
-  finish_call(p, call);
-}
-
-template <class T, uint32_t kRanks>
-struct Reducing {
-  static ExchangeKernel kernel() { return reduce_kernel<T, kRanks>; }
-};
-
-/// For elements of `item` bytes.
-ExchangeKernel copying(size_t item) {
-  switch (item) {
-    case 1: return copy_kernel<uint8_t>;
-    case 2: return copy_kernel<uint16_t>;
-    case 4: return copy_kernel<uint32_t>;
-    default: return copy_kernel<uint64_t>;
-  }
-}
-
-}  // namespace
 
 void preload_exchanges() {
   for (const size_t item : {1, 2, 4, 8}) load_kernel(copying(item));
   for (const DType dtype :
        {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16, DType::kInt32, DType::kInt64}) {
-    for (const uint32_t world_size : {1, 2, 4, 8})
-      load_kernel(choose_kernel<Reducing>(dtype, ReduceOp::kSum, world_size));
+    for (const uint32_t world_size : {1, 2, 4, 8}) load_kernel(reducing(dtype, ReduceOp::kSum, world_size));
   }
 }
 
@@ -159,48 +27,15 @@ void Group::exchange(const Launch& launch, const cpu::Exchange& what, const void
   if (what.has_root()) call.peer = static_cast<int16_t>(key.root);
   m_host.begin(call);
 
-  const uint32_t channel = m_host.config().channels;
-  const uint32_t world_size = m_host.world_size();
-  const uint32_t rank = m_host.rank();
-  const uint32_t rows = what.is_split() ? world_size : 1;
-  const size_t unit = std::min<size_t>(what.item_bytes, 8);  // what the kernel takes for an element
-  ExchangeParams params{{m_pull[channel],
-                         context(channel),
-                         {},
-                         m_layout.half_bytes(),
-                         0,
-                         0,
-                         in_pad<uint32_t>(rank, m_layout.push_calls(channel)),
-                         input,
-                         output,
-                         0,
-                         launch.token,
-                         fingerprint(key),
-                         payload.dtype,
-                         what.reduce_op,
-                         1.0 / world_size},
-                        payload.numel / rows * (what.item_bytes / unit),
-                        poison,
-                        rows,
-                        what.is_split() ? rank : 0,
-                        what.op == Op::kBroadcast ? key.root : kMaxRanks,
-                        what.op == Op::kReduce ? key.root : kMaxRanks};
-  for (uint32_t r = 0; r < world_size; ++r) params.area[r] = in_pad<char>(r, m_layout.staging(0));
-  const ExchangeKernel kernel =
-      what.reduces() ? choose_kernel<Reducing>(payload.dtype, what.reduce_op, world_size) : copying(unit);
-  // Whole packs of every row; a half holds 16 bytes of each rank at least.
-  const uint64_t chunk = m_layout.half_bytes() / rows / 16 * 16 / unit;
-  Turn turn(*this, channel, Kind::kSync, launch.stream);
-  for (uint64_t first = 0; first < params.columns; first += chunk) {
-    params.input = static_cast<const char*>(input) + first * unit;
-    params.output = static_cast<char*>(output) + first * unit;
-    params.numel = std::min(chunk, params.columns - first);
-    params.groups = (params.numel * unit + 15) / 16;
-    const uint64_t blocks = (params.groups + kThreads - 1) / kThreads;
-    const uint32_t most = std::min(m_config.max_blocks, kMaxBlocks);
-    kernel<<<static_cast<uint32_t>(std::clamp<uint64_t>(blocks, 1, most)), kThreads, 0, launch.stream>>>(
-        params);
-  }
+  const Seat seat = this->seat(launch);
+  const ExchangeKernel kernel = what.reduces() ? reducing(key.dtype, key.reduce_op, m_host.world_size())
+                                               : copying(std::min<size_t>(what.item_bytes, 8));
+  const Width width{std::min(m_config.max_blocks, kMaxBlocks), kExchangeThreads};
+  Turn turn(*this, seat.wait.channel, Kind::kSync, launch.stream);
+  each_launch(seat, key, what, poison, input, output, width,
+              [&](const ExchangeParams& params, uint32_t blocks) {
+                kernel<<<blocks, width.threads, 0, launch.stream>>>(params);
+              });
   turn.end();
 }
 

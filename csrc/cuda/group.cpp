@@ -3,6 +3,7 @@
 #include <cstddef>
 
 #include "check.h"
+#include "launches.h"
 
 namespace gpusync::cuda {
 
@@ -173,6 +174,11 @@ unsigned long long Group::capture_of(cudaStream_t stream) {
 
 WaitContext Group::context(uint32_t channel) const {
   return {in_pad<uint32_t>(m_host.rank(), m_layout.status()), m_escape, channel};
+}
+
+Seat Group::seat(const Launch& launch) const {
+  const uint32_t channel = m_host.config().channels;
+  return {m_pull[channel], context(channel), m_layout, m_config.pads.data(), launch.token};
 }
 
 Turn::Turn(Group& group, uint32_t channel, Kind kind, cudaStream_t stream) : m_stream(stream) {

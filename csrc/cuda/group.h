@@ -20,6 +20,8 @@
 
 namespace gpusync::cuda {
 
+struct Seat;
+
 struct DeviceConfig {
   int device;
   std::vector<int64_t> pads;  // every rank's pad, as mapped into this process
@@ -146,6 +148,7 @@ class Group {
   PullController pull(uint32_t channel) const;
   SignalController signals(uint32_t channel) const;
   WaitContext context(uint32_t channel) const;
+  Seat seat(const Launch& launch) const;
   void keep_in(cudaGraph_t graph);
   bool stop_graphs() const;
   void preload() const;

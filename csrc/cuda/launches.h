@@ -1,0 +1,106 @@
+// A collective as launches of its kernel: in parts that fit the staging memory, each as wide as it needs to
+// be. Nothing of CUDA is called here.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/group.h"
+#include "cpu/reduce.h"
+#include "exchange.h"
+#include "pad.h"
+
+namespace gpusync::cuda {
+
+/// One rank's place in the collectives of its group.
+struct Seat {
+  const PullController& pull;
+  WaitContext wait;
+  const PadLayout& layout;
+  const int64_t* pads;  // every rank's, as mapped into this process
+  int32_t* token;
+
+  template <class T>
+  T* in_pad(uint32_t rank, size_t offset) const {
+    return reinterpret_cast<T*>(static_cast<uintptr_t>(pads[rank]) + offset);
+  }
+};
+
+/// The most blocks that a launch may have, and the threads of each.
+struct Width {
+  uint32_t blocks;
+  uint32_t threads;
+
+  uint32_t blocks_for(uint64_t units) const {
+    return static_cast<uint32_t>(std::clamp<uint64_t>((units + threads - 1) / threads, 1, blocks));
+  }
+};
+
+/// What is the same in all launches of the call `key`. `area`: where in every pad the algorithm works.
+inline AllReduceParams params_of(const Seat& seat, const CallKey& key, size_t area) {
+  const uint32_t world_size = seat.pull.world_size();
+  AllReduceParams params{
+      .pull = seat.pull,
+      .wait = seat.wait,
+      .area = {},
+      .half_bytes = seat.layout.half_bytes(),
+      .slot_bytes = seat.layout.half_bytes() / world_size / 16 * 16,
+      .groups = 0,
+      .calls = seat.in_pad<uint32_t>(seat.pull.rank(), seat.layout.push_calls(seat.wait.channel)),
+      .input = nullptr,
+      .output = nullptr,
+      .numel = 0,
+      .token = seat.token,
+      .key = fingerprint(key),
+      .dtype = key.dtype,
+      .reduce_op = key.reduce_op,
+      .scale = 1.0 / world_size};
+  for (uint32_t r = 0; r < world_size; ++r) params.area[r] = seat.in_pad<char>(r, area);
+  return params;
+}
+
+/// Calls `launch(params, blocks)` for each part of the all-reduce `key` by the algorithm that it names.
+template <class Launch>
+void each_launch(const Seat& seat, const CallKey& key, const void* input, void* output, Width width,
+                 Launch&& launch) {
+  const bool push = key.algo == Algo::kPushOneShot;
+  const size_t item = cpu::item_bytes(key.dtype);
+  AllReduceParams params = params_of(seat, key, push ? seat.layout.push_area() : seat.layout.staging(0));
+  // What one thread takes at a time, and how much fits: a pushed parcel of 16 bytes carries 8.
+  const uint64_t unit = push ? 8 : key.algo == Algo::kPullTwoShot ? 16 * seat.pull.world_size() : 16;
+  const uint64_t chunk = (push ? params.slot_bytes / 2 : params.half_bytes) / item;
+  for (uint64_t first = 0; first < key.numel; first += chunk) {
+    params.input = static_cast<const char*>(input) + first * item;
+    params.output = static_cast<char*>(output) + first * item;
+    params.numel = std::min(chunk, key.numel - first);
+    params.groups = (params.numel * item + unit - 1) / unit;
+    launch(params, width.blocks_for(params.groups));
+  }
+}
+
+/// The same for the exchange `what`. `poison`: what a copy's output is filled with in a broken group.
+template <class Launch>
+void each_launch(const Seat& seat, const CallKey& key, const cpu::Exchange& what, uint64_t poison,
+                 const void* input, void* output, Width width, Launch&& launch) {
+  const uint32_t rows = what.is_split() ? seat.pull.world_size() : 1;
+  const size_t unit = std::min<size_t>(what.item_bytes, 8);  // what the kernel takes for an element
+  ExchangeParams params{params_of(seat, key, seat.layout.staging(0)),
+                        key.numel / rows * (what.item_bytes / unit),
+                        poison,
+                        rows,
+                        what.is_split() ? seat.pull.rank() : 0,
+                        what.op == Op::kBroadcast ? key.root : kMaxRanks,
+                        what.op == Op::kReduce ? key.root : kMaxRanks};
+  // Whole packs of every row; a half holds 16 bytes of each rank at least.
+  const uint64_t chunk = params.half_bytes / rows / 16 * 16 / unit;
+  for (uint64_t first = 0; first < params.columns; first += chunk) {
+    params.input = static_cast<const char*>(input) + first * unit;
+    params.output = static_cast<char*>(output) + first * unit;
+    params.numel = std::min(chunk, params.columns - first);
+    params.groups = (params.numel * unit + 15) / 16;
+    launch(params, width.blocks_for(params.groups));
+  }
+}
+
+}  // namespace gpusync::cuda
