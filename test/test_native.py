@@ -6,18 +6,13 @@ program for as long as you like, native/run_sanitizers.sh under every sanitizer.
 
 from __future__ import annotations
 
-import functools
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import mutants
 import pytest
-
-NATIVE = Path(__file__).resolve().parent / "native"
+from native_programs import NATIVE, Programs, Recipe, run
 
 # What the protocol must withstand. `seconds` bounds each run on slow machines, `rounds` on fast ones. `cores=64` makes ranks
 # believe that each has a core of its own, so that their waits spin.
@@ -65,42 +60,16 @@ RUNS = (
 _WANTED = {"test_nobody_needs_to_be_quick": "pauses", "test_case_25_thread_sanitizer": "thread"}
 
 
-class Programs:
-    """Stress programs, from the project's own sources and from changed ones; two are built at a time, in the background."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._workers = ThreadPoolExecutor(2)
-        self._builds: dict[str, Future[Path]] = {}
-
-    def get(self, name: str) -> Path:
-        return self.start(name).result()
-
-    def start(self, name: str) -> Future[Path]:
-        """`name`: "protocol" as it is, or with "pauses", or under the "thread" sanitizer, or a mutant's."""
-        if name not in self._builds:
-            mutant = mutants.MUTANTS.get(name)
-            edits = mutant.edits if mutant else mutants.PAUSES if name == "pauses" else ()
-            sanitizer = mutant.sanitizer if mutant else "thread" if name == "thread" else ""
-            self._builds[name] = self._workers.submit(self._build, name, edits, sanitizer)
-        return self._builds[name]
-
-    def _build(self, name: str, edits: tuple[mutants.Edit, ...], sanitizer: str) -> Path:
-        csrc = mutants.copy(edits, self._folder / name / "csrc")
-        program = self._folder / name / "stress"
-        flags = [f"-fsanitize={sanitizer}"] if sanitizer else []
-        command = [str(NATIVE / "build.sh"), str(csrc), str(program), *flags]
-        built = subprocess.run(command, capture_output=True, text=True, timeout=200)
-        assert built.returncode == 0, f"{name}:\n{built.stderr}"
-        return program
-
-    def stop(self) -> None:
-        self._workers.shutdown(cancel_futures=True)
+def _recipe(name: str) -> Recipe:
+    """`name`: "protocol" as it is, or with "pauses", or under the "thread" sanitizer, or a mutant's."""
+    if name in mutants.MUTANTS:
+        return Recipe.of(mutants.MUTANTS[name])
+    return Recipe(mutants.PAUSES if name == "pauses" else (), ("thread",) if name == "thread" else ())
 
 
 @pytest.fixture(scope="module")
 def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
-    result = Programs(tmp_path_factory.mktemp("native"))
+    result = Programs(tmp_path_factory.mktemp("native"), NATIVE / "build.sh", _recipe)
     for item in request.session.items:  # what the selected tests will ask for, in their order
         if isinstance(item, pytest.Function) and item.path == Path(__file__):
             wanted = _WANTED.get(item.originalname, "protocol")
@@ -109,25 +78,6 @@ def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             )
     yield result
     result.stop()
-
-
-@functools.cache
-def _fixed_addresses() -> list[str]:
-    """ThreadSanitizer cannot cope with every randomisation of addresses."""
-    command = ["setarch", "-R"]
-    if shutil.which("setarch") and subprocess.run([*command, "true"], capture_output=True).returncode == 0:
-        return command
-    return []
-
-
-def run(program: Path, arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*_fixed_addresses(), program, *arguments.split(), "watchdog=100"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={"TSAN_OPTIONS": "halt_on_error=1"},
-    )
 
 
 @pytest.mark.parametrize("arguments", RUNS)

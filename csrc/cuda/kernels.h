@@ -35,7 +35,7 @@ GPUSYNC_HD constexpr uint64_t poison_of(DType dtype) {
   return ~uint64_t{0};
 }
 
-#if defined(__CUDACC__)
+#if defined(__CUDACC__) || defined(GPUSYNC_HOST_THREADS)
 
 /// Makes the schema's `Tensor(a!) token` true; nothing depends on the value.
 __device__ __forceinline__ void touch(int32_t* token) {

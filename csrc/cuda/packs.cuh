@@ -21,12 +21,16 @@ __device__ __forceinline__ uint64_t packs_of(uint64_t numel) {
 /// Not moved across the barriers, whose accesses are volatile, too.
 template <class T>
 __device__ __forceinline__ Pack<T> load_once(const Pack<T>* pack) {
+#if defined(__CUDA_ARCH__)
   uint4 words;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
                : "l"(pack)
                : "memory");
   return *reinterpret_cast<const Pack<T>*>(&words);
+#else
+  return *pack;
+#endif
 }
 
 /// Pack `index` of `numel` elements at `data`; elements beyond the end are zero.

@@ -5,8 +5,7 @@
 namespace gpusync::cuda {
 namespace {
 
-// A poll takes about half a microsecond.
-constexpr uint32_t kPollsBetweenChecks = 4096;
+using escape::kPollsBetweenChecks;
 
 /// 8 bytes of data on their way, in one 16-byte store. The halves of such a store may become visible one
 /// before the other, so each has a flag. Flags hold the number of the call, hence any bit pattern can be data
@@ -25,18 +24,40 @@ struct Flags {
 };
 static_assert(static_cast<uint32_t>(Op::kAllReduce) < 16);
 
+#if !defined(__CUDA_ARCH__)
+/// Half a parcel, data and flag. The device orders the calls around this one by the ends of their kernels;
+/// what looks at the order on the host does not know of such, so that it stands on the parcels.
+inline std::atomic_ref<uint64_t> word_of(const uint32_t* half) {
+  return std::atomic_ref(*reinterpret_cast<uint64_t*>(const_cast<uint32_t*>(half)));
+}
+#endif
+
 __device__ __forceinline__ void send(Parcel* target, uint2 data, Flags flags) {
+#if defined(__CUDA_ARCH__)
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(data.x),
                "r"(flags.low), "r"(data.y), "r"(flags.high)
                : "memory");
+#else
+  word_of(&target->low).store(uint64_t{flags.low} << 32 | data.x, std::memory_order_release);
+  block::relax();  // so that a peer may see one half alone
+  word_of(&target->high).store(uint64_t{flags.high} << 32 | data.y, std::memory_order_release);
+#endif
 }
 
 __device__ __forceinline__ Parcel look(const Parcel* source) {
   Parcel parcel;
+#if defined(__CUDA_ARCH__)
   asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(parcel.low), "=r"(parcel.low_flag), "=r"(parcel.high), "=r"(parcel.high_flag)
                : "l"(source)
                : "memory");
+#else
+  const uint64_t low = word_of(&source->low).load(std::memory_order_acquire);
+  block::relax();
+  const uint64_t high = word_of(&source->high).load(std::memory_order_acquire);
+  parcel = {static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high),
+            static_cast<uint32_t>(high >> 32)};
+#endif
   return parcel;
 }
 
