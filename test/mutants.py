@@ -517,6 +517,13 @@ _COLLECTIVES = (
         _WRONG,
     ),
     Mutant(
+        "push_reads_another_blocks_count",
+        (Edit(_PUSHED, "Arrival{call + 1, p.key}", "Arrival{arrivals.epoch(rank), p.key}"),),
+        f"push_one_shot {_LONG}",
+        _RACE,
+        "thread",
+    ),
+    Mutant(
         # The next launch has more blocks, and they do not agree on the half.
         "unused_blocks_do_not_count",
         (Edit(_REDUCE, "b < kMaxBlocks; b += blockDim.x) p.calls[b]", "false;) p.calls[b]"),),

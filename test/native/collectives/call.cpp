@@ -93,7 +93,6 @@ Call::Call(Random& random, const Limits& limits, const Call& like)
 void Call::draw_data(Random& random, const Limits& limits) {
   m_width = {1 + static_cast<uint32_t>(random.below(limits.blocks)),
              random.one_in(2) ? limits.threads : 1 + static_cast<uint32_t>(random.below(limits.threads))};
-  if (m_key.algo == Algo::kPushOneShot) m_width.blocks = 1;
   const size_t item = m_what.item_bytes;
   const size_t bytes = m_key.numel * item;
   const auto margin = [&] {

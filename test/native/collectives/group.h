@@ -46,9 +46,7 @@ class Group {
   int32_t token(uint32_t rank) const { return m_tokens[rank]; }
 
   void set_timeout(uint64_t ns) { std::atomic_ref(m_timeout_ns).store(ns, std::memory_order_relaxed); }
-  bool is_broken(uint32_t rank) const {
-    return escape::status(m_seats[rank].wait.status) == DeviceStatus::kBroken;
-  }
+  DeviceStatus status(uint32_t rank) const { return escape::status(m_seats[rank].wait.status); }
 
  private:
   template <class T>
