@@ -435,7 +435,7 @@ MUTANTS = {mutant.name: mutant for mutant in _STRESS}
 
 _ONE_SHOT = "cuda/pull_one_shot.cu"
 _TWO_SHOT = "cuda/pull_two_shot.cu"
-_PUSHED = "cuda/push_one_shot.cu"
+_PARCELS = "cuda/parcels.cuh"
 _EXCHANGE = "cuda/exchange_kernels.cu"
 _REDUCE = "cuda/reduce.cuh"
 _PACKS = "cuda/packs.cuh"
@@ -477,7 +477,7 @@ _COLLECTIVES = (
     Mutant(
         # A parcel that is overwritten by the next call's is waited for in vain.
         "push_has_one_half",
-        (Edit(_PUSHED, _HALF, _NO_HALF),),
+        (Edit(_PARCELS, "half((call % kHalves) * p.half_bytes)", "half(0)"),),
         f"push_one_shot breaks=0 {_LONG}",
         "is poison",
     ),
@@ -500,25 +500,25 @@ _COLLECTIVES = (
     Mutant(
         # What a peer pushed two calls ago is taken for its data.
         "push_flags_without_the_call",
-        (Edit(_PUSHED, "low(call | 0x80000000u)", "low(0 * call | 0x80000000u)"),),
+        (Edit(_PARCELS, "low(call | 0x80000000u)", "low(0 * call | 0x80000000u)"),),
         f"push_one_shot breaks=0 {_LONG}",
         _WRONG,
     ),
     Mutant(
         "push_looks_at_the_first_flag",
-        (Edit(_PUSHED, f"{_LOW_FLAG} && {_HIGH_FLAG}", _LOW_FLAG),),
+        (Edit(_PARCELS, f"{_LOW_FLAG} && {_HIGH_FLAG}", _LOW_FLAG),),
         f"push_one_shot breaks=0 {_LONG}",
         _WRONG,
     ),
     Mutant(
         "push_looks_at_the_second_flag",
-        (Edit(_PUSHED, f"{_LOW_FLAG} && {_HIGH_FLAG}", _HIGH_FLAG),),
+        (Edit(_PARCELS, f"{_LOW_FLAG} && {_HIGH_FLAG}", _HIGH_FLAG),),
         f"push_one_shot breaks=0 {_LONG}",
         _WRONG,
     ),
     Mutant(
         "push_reads_another_blocks_count",
-        (Edit(_PUSHED, "Arrival{call + 1, p.key}", "Arrival{arrivals.epoch(rank), p.key}"),),
+        (Edit(_PARCELS, "Arrival{mail.call + 1, p.key}", "Arrival{arrivals.epoch(p.pull.rank()), p.key}"),),
         f"push_one_shot {_LONG}",
         _RACE,
         "thread",

@@ -1,5 +1,5 @@
 // The collectives in which every rank reads a piece of every rank's input: all_gather, broadcast, all_to_all,
-// reduce_scatter, and reduce.
+// reduce_scatter, and reduce. Pulled, or where little is sent pushed.
 #include "exchange.h"
 
 #include "group.h"
@@ -9,10 +9,16 @@
 namespace gpusync::cuda {
 
 void preload_exchanges() {
-  for (const size_t item : {1, 2, 4, 8}) load_kernel(copying(item));
+  for (const size_t item : {1, 2, 4, 8}) {
+    load_kernel(copying(item));
+    for (const uint32_t world_size : {2, 4, 8}) load_kernel(push_copying(item, world_size));
+  }
   for (const DType dtype :
        {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16, DType::kInt32, DType::kInt64}) {
-    for (const uint32_t world_size : {1, 2, 4, 8}) load_kernel(reducing(dtype, ReduceOp::kSum, world_size));
+    for (const uint32_t world_size : {1, 2, 4, 8}) {
+      load_kernel(reducing(dtype, ReduceOp::kSum, world_size));
+      load_kernel(push_reducing(dtype, ReduceOp::kSum, world_size));
+    }
   }
 }
 
@@ -28,11 +34,12 @@ void Group::exchange(const Launch& launch, const cpu::Exchange& what, const void
   m_host.begin(call);
 
   const Seat seat = this->seat(launch);
-  const ExchangeKernel kernel = what.reduces() ? reducing(key.dtype, key.reduce_op, m_host.world_size())
-                                               : copying(std::min<size_t>(what.item_bytes, 8));
-  const Width width{std::min(m_config.max_blocks, kMaxBlocks), kExchangeThreads};
+  const bool push = is_pushed(seat, key, what);
+  const ExchangeKernel kernel = kernel_of(seat, key, what, push);
+  const Width width{std::min(m_config.max_blocks, kMaxBlocks),
+                    push ? kPushedExchangeThreads : kExchangeThreads};
   Turn turn(*this, seat.wait.channel, Kind::kSync, launch.stream);
-  each_launch(seat, key, what, poison, input, output, width,
+  each_launch(seat, key, what, push, poison, input, output, width,
               [&](const ExchangeParams& params, uint32_t blocks) {
                 kernel<<<blocks, width.threads, 0, launch.stream>>>(params);
               });

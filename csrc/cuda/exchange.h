@@ -21,10 +21,14 @@ struct ExchangeParams : AllReduceParams {
 using ExchangeKernel = void (*)(ExchangeParams);
 
 inline constexpr uint32_t kExchangeThreads = 512;
+inline constexpr uint32_t kPushedExchangeThreads = 256;
 
 /// The kernel that copies elements of `item` bytes, 1, 2, 4 or 8.
 ExchangeKernel copying(size_t item);
 /// The kernel that reduces.
 ExchangeKernel reducing(DType dtype, ReduceOp op, uint32_t world_size);
+/// Those for whole rows that are pushed instead: all_gather and all_to_all, reduce_scatter.
+ExchangeKernel push_copying(size_t item, uint32_t world_size);
+ExchangeKernel push_reducing(DType dtype, ReduceOp op, uint32_t world_size);
 
 }  // namespace gpusync::cuda

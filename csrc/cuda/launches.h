@@ -79,13 +79,43 @@ void each_launch(const Seat& seat, const CallKey& key, const void* input, void* 
   }
 }
 
-/// The same for the exchange `what`. `poison`: what a copy's output is filled with in a broken group.
+/// What an exchange's kernel takes for an element, in bytes.
+inline size_t unit_of(const cpu::Exchange& what) { return std::min<size_t>(what.item_bytes, 8); }
+
+/// Rows of an exchange's input.
+inline uint32_t rows_of(const cpu::Exchange& what, const Seat& seat) {
+  return what.is_split() ? seat.pull.world_size() : 1;
+}
+
+/// May the exchange be pushed? Every rank has to hear from every other, and a row to fit.
+inline bool can_push(const Seat& seat, const CallKey& key, const cpu::Exchange& what) {
+  const uint64_t row_bytes = key.numel / rows_of(what, seat) * what.item_bytes;
+  const uint64_t slot = seat.layout.half_bytes() / seat.pull.world_size() / 16 * 16;
+  return !what.has_root() && seat.pull.world_size() > 1 && (row_bytes + 7) / 8 * 16 <= slot;
+}
+
+/// Is it, then? With more than so many bytes from all other ranks together, pulling is faster
+/// (docs/performance_gpu.md).
+inline bool is_pushed(const Seat& seat, const CallKey& key, const cpu::Exchange& what) {
+  const uint64_t most = what.reduces() ? 512 << 10 : 256 << 10;
+  const uint64_t row_bytes = key.numel / rows_of(what, seat) * what.item_bytes;
+  return can_push(seat, key, what) && row_bytes * (seat.pull.world_size() - 1) <= most;
+}
+
+inline ExchangeKernel kernel_of(const Seat& seat, const CallKey& key, const cpu::Exchange& what, bool push) {
+  const uint32_t world_size = seat.pull.world_size();
+  if (what.reduces()) return (push ? push_reducing : reducing)(key.dtype, key.reduce_op, world_size);
+  return push ? push_copying(unit_of(what), world_size) : copying(unit_of(what));
+}
+
+/// The same for the exchange `what`, pushed in one launch or pulled. `poison`: what a copy's output is filled
+/// with in a broken group.
 template <class Launch>
-void each_launch(const Seat& seat, const CallKey& key, const cpu::Exchange& what, uint64_t poison,
+void each_launch(const Seat& seat, const CallKey& key, const cpu::Exchange& what, bool push, uint64_t poison,
                  const void* input, void* output, Width width, Launch&& launch) {
-  const uint32_t rows = what.is_split() ? seat.pull.world_size() : 1;
-  const size_t unit = std::min<size_t>(what.item_bytes, 8);  // what the kernel takes for an element
-  ExchangeParams params{params_of(seat, key, seat.layout.staging(0)),
+  const uint32_t rows = rows_of(what, seat);
+  const size_t unit = unit_of(what);
+  ExchangeParams params{params_of(seat, key, push ? seat.layout.push_area() : seat.layout.staging(0)),
                         key.numel / rows * (what.item_bytes / unit),
                         poison,
                         rows,
@@ -93,12 +123,13 @@ void each_launch(const Seat& seat, const CallKey& key, const cpu::Exchange& what
                         what.op == Op::kBroadcast ? key.root : kMaxRanks,
                         what.op == Op::kReduce ? key.root : kMaxRanks};
   // Whole packs of every row; a half holds 16 bytes of each rank at least.
-  const uint64_t chunk = params.half_bytes / rows / 16 * 16 / unit;
+  const uint64_t chunk = push ? params.columns : params.half_bytes / rows / 16 * 16 / unit;
+  const uint64_t thread = push ? 8 : 16;  // bytes
   for (uint64_t first = 0; first < params.columns; first += chunk) {
     params.input = static_cast<const char*>(input) + first * unit;
     params.output = static_cast<char*>(output) + first * unit;
     params.numel = std::min(chunk, params.columns - first);
-    params.groups = (params.numel * unit + 15) / 16;
+    params.groups = (params.numel * unit + thread - 1) / thread;
     launch(params, width.blocks_for(params.groups));
   }
 }

@@ -338,7 +338,7 @@ def mixture(sync: SyncGroup, calls: int, seed: int) -> None:
         pending.clear()
 
     for k in range(calls):
-        kind = choice.randrange(10)
+        kind = choice.randrange(13)
         if own.random() < 0.02:
             late(own.random() * 200)
         if kind < 6:
@@ -355,6 +355,21 @@ def mixture(sync: SyncGroup, calls: int, seed: int) -> None:
         elif kind == 8:
             sync.signal((rank + 1) % n, 4)
             sync.wait_signal((rank - 1) % n, 4)
+        elif kind < 12:
+            dtype, rows, start = (
+                choice.choice(DTYPES),
+                choice.choice((1, 3, 100, 257, 5000 // n)),
+                choice.randrange(8),
+            )
+            xs = [x[start : start + n * rows] for x in inputs[dtype]]
+            y = mine[dtype][start : start + n * rows]
+            if kind == 9:
+                pending.append((sync.all_gather(y[:rows]), torch.cat([x[:rows] for x in xs])))
+            elif kind == 10:
+                pending.append((sync.all_to_all(y), torch.cat([x.view(n, rows)[rank] for x in xs])))
+            else:
+                total = result(dtype, "sum", start, n * rows)
+                pending.append((sync.reduce_scatter(y), total.view(n, rows)[rank]))
         else:
             peer = (rank + choice.randrange(n)) % n
             board.put(numbers[k : k + 1])

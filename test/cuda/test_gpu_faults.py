@@ -45,6 +45,13 @@ def _all_reduce(numel: int, algo: str) -> Callable[[SyncGroup], object]:
     return lambda sync: sync.all_reduce(torch.ones(numel, device="cuda"), algo=algo)
 
 
+EXCHANGES = ("all_gather", "all_to_all", "reduce_scatter")  # pushed, when there is little to send
+
+
+def _exchange(op: str, numel: int) -> Callable[[SyncGroup], object]:
+    return lambda sync: getattr(sync, op)(torch.ones(numel, device="cuda"))
+
+
 WAITS: dict[str, tuple[Callable[[SyncGroup], object], str, int]] = {
     "barrier": (lambda sync: sync.barrier(3), "barrier", 3),
     "relaxed barrier": (lambda sync: sync.barrier(fence=False), "barrier", 0),
@@ -54,6 +61,11 @@ WAITS: dict[str, tuple[Callable[[SyncGroup], object], str, int]] = {
         f"{algo} of {numel}": (_all_reduce(numel, algo), "all_reduce", -1)
         for algo in ALGOS[1:]
         for numel in (100, 100_000)
+    },
+    **{
+        f"{op} of {numel}": (_exchange(op, numel), op, -1)
+        for op in EXCHANGES
+        for numel in (60, 30_000, 600_000)
     },
 }
 
@@ -181,6 +193,9 @@ MISMATCHES: dict[str, list[Callable[[SyncGroup], object]]] = {
         for algo in ALGOS[1:]
         for what, other in _OTHERS.items()
     },
+    "rows": [_exchange("all_gather", 12), _exchange("all_gather", 600_000)],
+    "exchange": [_exchange("all_to_all", 12), _exchange("reduce_scatter", 12)],
+    "exchange or all_reduce": [_exchange("all_gather", 10), _reduce(10, algo="push_one_shot")],
     **{f"grid, {algo}": [_reduce(10_000, algo=algo), _reduce(200_000, algo=algo)] for algo in ALGOS[1:]},
 }
 _INPUTS: dict[str | int, Tensor] = {}
@@ -188,7 +203,7 @@ _INPUTS: dict[str | int, Tensor] = {}
 
 @pytest.fixture(scope="module", autouse=True)
 def _inputs_on_the_gpu() -> None:
-    for numel in (10, 11, 10_000, 200_000, 300_000):
+    for numel in (10, 11, 12, 10_000, 200_000, 300_000):
         _INPUTS[numel] = torch.ones(numel, device="cuda")
     _INPUTS["integers"] = torch.ones(10, dtype=torch.int32, device="cuda")
 
@@ -266,13 +281,16 @@ def test_replays_of_a_broken_group_return_at_once_with_poison() -> None:
             sync.signal((r + 1) % 3)
             sync.wait_signal((r - 1) % 3)
             sums = [sync.all_reduce(_INPUTS[300_000], algo=algo) for algo in ALGOS[1:]]
+            sums += [getattr(sync, op)(_INPUTS[12]) for op in EXCHANGES]
             return [*sums, *(buffer.get(1) for buffer in buffers[r])]
 
         graphs, results = capture_each(ranks, body)
         replay(ranks, graphs)
         assert not any(sync.is_broken for sync in ranks)
-        assert all((y == 3).all() for outputs in results for y in outputs[:3])
-        assert not any(outputs[3].any() for outputs in results)
+        for outputs in results:
+            for y, value in zip(outputs, (3, 3, 3, 1, 1, 3), strict=False):
+                assert (y == value).all()
+        assert not any(outputs[6].any() for outputs in results)
         hurry(ranks, 0.3)
         replay(ranks, graphs, absent=[2])
         assert all(sync.is_broken for sync in ranks)
@@ -285,7 +303,7 @@ def test_replays_of_a_broken_group_return_at_once_with_poison() -> None:
             replay(ranks, graphs)
             assert time.monotonic() - start < 0.1, "a replay of a broken group waits"
             for outputs in results:
-                for dtype, y in zip([torch.float32] * 3 + dtypes, outputs, strict=True):
+                for dtype, y in zip([torch.float32] * 6 + dtypes, outputs, strict=True):
                     assert poison(dtype)(y), f"{dtype}: {y}"
         expect(SyncTimeoutError, "rank 2", ranks[0].check)
         drive(others, messages, 10)  # another group goes on beside it

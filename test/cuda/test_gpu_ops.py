@@ -103,7 +103,7 @@ def test_the_other_collectives_bit_for_bit(n: int) -> None:
     with virtual_group(n, buffer_bytes=1 << 14) as ranks:
         drive(ranks, exchanges, (1, 7, 515, 6000) if n < 8 else (7, 515))
     with virtual_group(n) as ranks:
-        drive(ranks, exchanges, (3, 50_000) if n < 8 else (3,), 1)
+        drive(ranks, exchanges, (3, 515, 50_000) if n < 8 else (3, 515), 1)
 
 
 @pytest.mark.parametrize(("n", "calls"), [(3, 10_000), (8, 500)])

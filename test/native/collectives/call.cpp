@@ -75,6 +75,7 @@ Call::Call(Random& random, const Limits& limits, uint32_t world_size)
   }
   m_what.reduce_op = m_key.reduce_op;
   if (m_what.has_root()) m_key.root = static_cast<uint32_t>(random.below(world_size));
+  m_push = random.one_in(2);
   const uint64_t most = random.one_in(2) ? 3000 : 300;  // bytes
   m_key.numel = 1 + random.below(most / m_what.item_bytes);
   if (m_what.is_split()) m_key.numel = (1 + m_key.numel / world_size) * world_size;
@@ -86,7 +87,8 @@ Call::Call(Random& random, const Limits& limits, const Call& like)
       m_world_size(like.m_world_size),
       m_key(like.m_key),
       m_what(like.m_what),
-      m_poison(like.m_poison) {
+      m_poison(like.m_poison),
+      m_push(like.m_push) {
   draw_data(random, limits);
 }
 
@@ -161,16 +163,17 @@ std::vector<Call::Launch> Call::launches(const cuda::Seat& seat, bool another) c
                         result.push_back({[=] { kernel(params); },
                                           blocks,
                                           {{static_cast<const char*>(params.output), params.numel}},
-                                          key.algo == Algo::kPullTwoShot ? params.groups : ~uint64_t{0}});
+                                          key.algo == Algo::kPullTwoShot ? params.groups : ~uint64_t{0},
+                                          key.algo == Algo::kPushOneShot});
                       });
     return result;
   }
-  const auto kernel =
-      m_what.reduces() ? cuda::reducing(key.dtype, key.reduce_op, m_world_size) : cuda::copying(unit());
+  const bool push = m_push && cuda::can_push(seat, key, m_what);
+  const auto kernel = cuda::kernel_of(seat, key, m_what, push);
   cuda::each_launch(
-      seat, key, m_what, m_poison, input, output, m_width,
+      seat, key, m_what, push, m_poison, input, output, m_width,
       [&](const cuda::ExchangeParams& params, uint32_t blocks) {
-        Launch launch{[=] { kernel(params); }, blocks, {}, ~uint64_t{0}};
+        Launch launch{[=] { kernel(params); }, blocks, {}, ~uint64_t{0}, push};
         const bool rows = key.op == Op::kAllGather || key.op == Op::kAllToAll;
         for (uint32_t r = 0; r < (rows ? m_world_size : 1); ++r) {
           launch.parts.push_back(
@@ -182,7 +185,7 @@ std::vector<Call::Launch> Call::launches(const cuda::Seat& seat, bool another) c
 }
 
 std::string Call::check(uint32_t rank, const Launch& launch, Outcome outcome) const {
-  const bool push = m_key.algo == Algo::kPushOneShot;
+  const bool push = launch.pushed;
   const uint32_t threads = launch.blocks * m_width.threads;
   struct Share {
     bool right = true;
@@ -219,7 +222,7 @@ std::string Call::name() const {
          std::to_string(m_what.item_bytes) + " bytes (dtype " +
          std::to_string(static_cast<int>(m_key.dtype)) + ", op " +
          std::to_string(static_cast<int>(m_key.reduce_op)) + ") in " + std::to_string(m_width.blocks) +
-         " x " + std::to_string(m_width.threads) + " threads";
+         " x " + std::to_string(m_width.threads) + " threads" + (m_push ? ", pushed if it can be" : "");
 }
 
 }  // namespace collectives

@@ -35,8 +35,8 @@ class Tensor {
   Memory m_memory;
 };
 
-/// How a launch has to end: in a group that breaks a block's share of the output, or with push a thread's,
-/// may be poison as a whole.
+/// How a launch has to end: in a group that breaks a block's share of the output, or where data is pushed a
+/// thread's, may be poison as a whole.
 enum class Outcome { kRight, kRightOrPoison, kPoison };
 
 class Call {
@@ -55,6 +55,7 @@ class Call {
     uint32_t blocks;
     std::vector<Part> parts;
     uint64_t period;  // packs after which the threads' shares begin anew
+    bool pushed;
   };
 
   /// `another`: this rank is told of another call.
@@ -77,6 +78,7 @@ class Call {
   CallKey m_key;
   cpu::Exchange m_what{};
   uint64_t m_poison;
+  bool m_push;  // what may be pushed
   cuda::Width m_width;
   std::vector<Tensor> m_inputs;
   std::vector<Tensor> m_outputs;
