@@ -151,17 +151,18 @@ struct Mail {
 };
 
 /// What a block does when its parcels have not all come after many polls, or the group was not whole when it
-/// began: `receive(i)` once more for each index from `first`, as long as the group lives. `missing(i)`: the
-/// ranks that have not sent. True: all is received.
-template <class Index, class Post, class Receive, class Missing>
-__device__ __forceinline__ bool receive_late(const Mail& mail, bool posted, Index first, Index end,
-                                             Index step, Post&& post, Receive&& receive, Missing&& missing) {
+/// began: `receive(i)` once more for each of its threads' parcels, as long as the group lives. `missing(i)`:
+/// the ranks that have not sent. True: all is received.
+template <class Post, class Receive, class Missing>
+__device__ __forceinline__ bool receive_late(const Mail& mail, bool posted, const MyPacks& mine,
+                                             uint64_t parcels, Post&& post, Receive&& receive,
+                                             Missing&& missing) {
   const AllReduceParams& p = mail.p;
   bool complete = posted || DeviceWait(p.wait).settle();
   if (complete && !posted) post();
   const uint64_t start = escape::now();
   const Semaphore& arrivals = p.pull.own(0);
-  for (Index i = first; i < end && complete; i += step) {
+  for (uint64_t i = mine.first; i < parcels && complete; i += mine.step) {
     while (complete && !receive(i)) {
       // Every call is announced once, by its block 0, whose own count may not be up yet.
       const uint64_t expected = Arrival{mail.call + 1, p.key}.pack();

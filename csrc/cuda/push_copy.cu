@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(512, kResidentBlocks)
     complete = complete && receive(i);
   }
   if (!__syncthreads_and(complete)) [[unlikely]] {
-    if (!receive_late(mail, posted, mine.first, parcels, mine.step, post, receive, missing)) {
+    if (!receive_late(mail, posted, mine, parcels, post, receive, missing)) {
       Half<T> poison;
       *reinterpret_cast<uint64_t*>(&poison) = p.poison;
       for (uint64_t i = mine.first; i < parcels; i += mine.step) {

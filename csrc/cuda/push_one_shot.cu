@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(512, kResidentBlocks) push_one_shot_kernel(
     for (uint64_t i = mine.first; i < parcels; i += mine.step) receive_next(i);
   }
   if (!__syncthreads_and(complete)) [[unlikely]] {
-    if (!receive_late(mail, posted, mine.first, parcels, mine.step, post, receive_odd, missing)) {
+    if (!receive_late(mail, posted, mine, parcels, post, receive_odd, missing)) {
       for (uint64_t i = mine.first; i < parcels; i += mine.step)
         store_half(output, i, p.numel, poison<Half<T>>(p.dtype));
     }
