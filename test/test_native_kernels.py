@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import mutants
+import collective_mutants
 import pytest
 from device_code import missing, tool
 from native_programs import NATIVE, Programs, Recipe, run
@@ -32,8 +32,8 @@ RUNS = (
 
 def _recipe(name: str) -> Recipe:
     """`name`: a sanitizer's for the kernels as they are, or a mutant's."""
-    if name in mutants.COLLECTIVE_MUTANTS:
-        return Recipe.of(mutants.COLLECTIVE_MUTANTS[name])
+    if name in collective_mutants.MUTANTS:
+        return Recipe.of(collective_mutants.MUTANTS[name])
     return Recipe((), _SANITIZERS[name])
 
 
@@ -62,9 +62,9 @@ def test_kernels_on_threads(programs: Programs, arguments: str) -> None:
     print(done.stdout, end="")
 
 
-@pytest.mark.parametrize("name", mutants.COLLECTIVE_MUTANTS)
+@pytest.mark.parametrize("name", collective_mutants.MUTANTS)
 def test_mutant_is_noticed(programs: Programs, name: str) -> None:
-    mutant = mutants.COLLECTIVE_MUTANTS[name]
+    mutant = collective_mutants.MUTANTS[name]
     done = run(programs.get(name), mutant.run)
     said = done.stdout + done.stderr
     assert done.returncode not in (0, 2), f"nothing noticed {name}: {said}"
