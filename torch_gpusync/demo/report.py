@@ -90,6 +90,7 @@ def table(config: Config, whole: Result, ranks: list[Result]) -> str:
     shape = f"fp32[{config.batch}, {config.context}, {config.width}]"
     rows = [
         ("", f"gpusync, {config.ranks} rank{'s' * (config.ranks > 1)}", "beside it"),
+        ("loss of the first and last step", _losses(ranks[0]), f"{_losses(whole)}  unsplit"),
         ("first step, with compilation", _time(max(result["seconds"][0] for result in ranks)), ""),
         ("time per step", _time(step), f"{_time(unsplit_step)}  unsplit, one process, eager"),
         ("sync calls per step", " or ".join(map(str, calls)), ""),
@@ -104,6 +105,10 @@ def table(config: Config, whole: Result, ranks: list[Result]) -> str:
     lines = [f"{a:<{first}}  {b:>{second}}  {c}".rstrip() for a, b, c in rows]
     lines.insert(1, "-" * max(map(len, lines)))
     return "\n".join(lines)
+
+
+def _losses(result: Result) -> str:
+    return f"{result['losses'][0]:.4f}, {result['losses'][-1]:.4f}"
 
 
 def _time(seconds: float) -> str:
