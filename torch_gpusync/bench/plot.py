@@ -58,9 +58,8 @@ def plot(measurements: Sequence[Measurement], path: Path) -> None:
             xs, ys = zip(*sorted(points), strict=True)
             ours = label.split(",")[0] == OURS
             look = {"color": "black", "linewidth": 2, "zorder": 3} if ours else {}
-            style = (
-                ":" if label == _FLOOR else "--" if ours else "-"
-            )  # dashed: it may lie on a variant's line
+            # Ours is dashed: it may lie on a variant's line.
+            style = ":" if label == _FLOOR else "--" if ours else "-"
             axis.plot(xs, ys, style, marker="o", markersize=4, label=label, **look)
         ticks = _xs(lines)
         has_bytes = "ranks" in title
