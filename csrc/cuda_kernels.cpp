@@ -5,10 +5,12 @@
 
 #include <cstring>
 #include <optional>
+#include <tuple>
 
 #include "cuda/check.h"
 #include "cuda/group.h"
 #include "cuda/kernels.h"
+#include "cuda/launches.h"
 #include "registry.h"
 #include "tensor_args.h"
 
@@ -161,6 +163,35 @@ Tensor all_reduce(Tensor token, std::string group_name, Tensor x, std::string re
   return output;
 }
 
+/// Of what fits (rms_norm.py). The caller has looked at shapes, dtypes and devices.
+std::tuple<Tensor, Tensor> push_rms_norm(Tensor token, std::string group_name, Tensor x, Tensor residual,
+                                         Tensor weight, double eps, double weight_bias) {
+  const Call call(token, group_name);
+  const cpu::Payload payload = payload_of(x);
+  const auto columns = static_cast<uint64_t>(weight.numel());
+  const uint64_t bytes = payload.numel * x.element_size();
+  if (columns == 0 || columns * x.element_size() % 8 != 0 || payload.numel % columns != 0 || bytes == 0 ||
+      bytes > call.group().pushed_bytes(payload.dtype) || residual.numel() != x.numel() ||
+      residual.scalar_type() != x.scalar_type() || weight.scalar_type() != x.scalar_type()) {
+    throw std::runtime_error("gpusync: _push_rms_norm does not take that: call all_reduce_rms_norm");
+  }
+  for (const Tensor* tensor : {&x, &residual, &weight}) call.check_device(*tensor, "all_reduce_rms_norm");
+  const Tensor summand = packed(x);
+  const Tensor before = packed(residual);
+  const Tensor by = packed(weight);
+  Tensor norm = empty_packed(x);
+  Tensor total = empty_packed(x);
+  call.group().rms_norm(call.launch(),
+                        {before.const_data_ptr(), by.const_data_ptr(), norm.mutable_data_ptr(), columns,
+                         static_cast<float>(eps), static_cast<float>(weight_bias)},
+                        summand.const_data_ptr(), total.mutable_data_ptr(), payload);
+  return {norm, total};
+}
+
+int64_t cuda_pushed_bytes(std::string group_name, ScalarType dtype) {
+  return static_cast<int64_t>(cuda::of(*find_group(group_name)).pushed_bytes(to_dtype(dtype)));
+}
+
 uint64_t poison_of(ScalarType type) {
   switch (type) {
     case ScalarType::Bool: return 0x0101010101010101u;
@@ -239,12 +270,12 @@ int64_t cuda_pad_bytes(int64_t channels, int64_t staging_bytes) {
 }
 
 void cuda_open(Tensor pad, Tensor token, std::string group_name, std::vector<int64_t> pads,
-               int64_t staging_bytes, int64_t max_blocks) {
+               int64_t staging_bytes, int64_t max_blocks, bool clusters) {
   const auto host = find_group(group_name);
   host->set_device_part(std::make_shared<cuda::Group>(
       *host,
       cuda::DeviceConfig{pad.get_device_index(), std::move(pads), static_cast<size_t>(staging_bytes),
-                         static_cast<uint32_t>(max_blocks)},
+                         static_cast<uint32_t>(max_blocks), clusters},
       cuda::KeptMemory::Parts{std::make_shared<Tensor>(pad), std::make_shared<Tensor>(token)}));
 }
 
@@ -314,6 +345,7 @@ STABLE_TORCH_LIBRARY_IMPL(gpusync, CUDA, m) {
   m.impl("get.tensor_offset", TORCH_BOX(&gpusync::get_tensor_offset));
   m.impl("all_reduce", TORCH_BOX(&gpusync::all_reduce));
   m.impl("_all_reduce", TORCH_BOX(&gpusync::all_reduce));
+  m.impl("_push_rms_norm", TORCH_BOX(&gpusync::push_rms_norm));
   m.impl("all_gather", TORCH_BOX(&gpusync::all_gather));
   m.impl("reduce_scatter", TORCH_BOX(&gpusync::reduce_scatter));
   m.impl("broadcast", TORCH_BOX(&gpusync::broadcast));
@@ -326,6 +358,7 @@ STABLE_TORCH_LIBRARY_IMPL(gpusync, CUDA, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(gpusync, CompositeExplicitAutograd, m) {
   m.impl("_cuda_pad_bytes", TORCH_BOX(&gpusync::cuda_pad_bytes));
+  m.impl("_cuda_pushed_bytes", TORCH_BOX(&gpusync::cuda_pushed_bytes));
   m.impl("_cuda_tune", TORCH_BOX(&gpusync::cuda_tune));
   m.impl("_cuda_probe", TORCH_BOX(&gpusync::cuda_probe));
   m.impl("_cuda_handle", TORCH_BOX(&gpusync::cuda_handle));

@@ -48,8 +48,8 @@ STABLE_TORCH_LIBRARY(gpusync, m) {
       "()");
   m.def("_cuda_pad_bytes(int channels, int staging_bytes) -> int");
   m.def(
-      "_cuda_open(Tensor pad, Tensor token, str group_name, int[] pads, int staging_bytes, int max_blocks) "
-      "-> ()");
+      "_cuda_open(Tensor pad, Tensor token, str group_name, int[] pads, int staging_bytes, int max_blocks, "
+      "bool clusters) -> ()");
   m.def(
       "_cuda_buffer(Tensor memory, str group_name, str buffer, int[] shape, ScalarType dtype, int[] parts) "
       "-> ()");
@@ -76,6 +76,13 @@ STABLE_TORCH_LIBRARY(gpusync, m) {
   m.def(
       "_all_reduce(Tensor(a!) token, str group_name, Tensor x, str reduce_op=\"sum\", str algo=\"auto\") -> "
       "Tensor");
+
+  // all_reduce_rms_norm in one kernel, of what fits.
+  m.def(
+      "_push_rms_norm(Tensor(a!) token, str group_name, Tensor x, Tensor residual, Tensor weight, float eps, "
+      "float weight_bias=0.0) -> (Tensor, Tensor)");
+  // The largest payload that `auto` pushes, in bytes.
+  m.def("_cuda_pushed_bytes(str group_name, ScalarType dtype) -> int");
 
   // The benchmark's: nanoseconds (one int64) of so many round trips of a word between this rank's pad and the
   // peer's, who calls it too; -1 when the peer stayed away. Numbers from `first` on must be new to both.

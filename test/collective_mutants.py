@@ -14,6 +14,7 @@ _PARCELS = "cuda/parcels.cuh"
 _EXCHANGE = "cuda/exchange_kernels.cu"
 _REDUCE = "cuda/reduce.cuh"
 _PACKS = "cuda/packs.cuh"
+_RMS_NORM = "cuda/push_rms_norm.cu"
 _HALF = "const uint64_t half = (call % kHalves) * p.half_bytes;"
 _NO_HALF = "const uint64_t half = 0 * call;"
 _START = "p.pull.sync<true, true>("
@@ -93,7 +94,7 @@ _COLLECTIVES = (
     ),
     Mutant(
         "push_reads_another_blocks_count",
-        (Edit(_PARCELS, "Arrival{mail.call + 1, p.key}", "Arrival{arrivals.epoch(p.pull.rank()), p.key}"),),
+        (Edit(_PARCELS, "mail.arrival().pack()", "Arrival{arrivals.epoch(p.pull.rank()), p.key}.pack()"),),
         f"push_one_shot {_LONG}",
         _RACE,
         "thread",
@@ -132,6 +133,20 @@ _COLLECTIVES = (
         f"mixed {_LONG}",
         "AddressSanitizer: heap-buffer-overflow",
         "address",
+    ),
+    Mutant(
+        # Parcels that have come in time are taken again when others were late.
+        "squares_of_the_late_count_twice",
+        (Edit(_RMS_NORM, "    squares = 0;\n", ""),),
+        f"rms_norm breaks=0 {_LONG}",
+        _WRONG,
+    ),
+    Mutant(
+        # The norm of a row needs all of it.
+        "rms_norm_of_what_has_come",
+        (Edit(_RMS_NORM, "      squares = NAN;", "      squares += 0;"),),
+        f"rms_norm breaks=4 {_LONG}",
+        _WRONG,
     ),
     Mutant(
         # A lane that waits for nobody reads what others still wait for.

@@ -80,8 +80,12 @@ def _is_read(register: int, lines: list[str]) -> bool:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_flag_of_pushed_data_is_looked_at(architecture: str) -> None:
     sass = _dump("-sass", "-arch", f"sm_{architecture}")
-    push = {name: code for name, code in sass.items() if re.search("push_(one_shot|copy)_kernel", name)}
-    assert len(push) == 2 * 15 + 4 * 3 and all("LDG.E.128.STRONG.SYS" in code for code in push.values())
+    push = {
+        name: code for name, code in sass.items() if re.search("push_(one_shot|copy|rms_norm)_kernel", name)
+    }
+    assert len(push) == 2 * 15 + 4 * 3 + 3 * 4 and all(
+        "LDG.E.128.STRONG.SYS" in code for code in push.values()
+    )
     assert not any(_unread_flags(code) for code in push.values())
 
 

@@ -49,7 +49,7 @@ GOLDEN = {
         ld.relaxed.sys.global.u64
         ld.acquire.sys.global.u64
     """,
-    "pull_announce": "ld.global.32 st.relaxed.sys.global.u64 st.global.32",
+    "pull_announce": "st.relaxed.sys.global.u64 st.global.32",
     "signal_send": "bar.sync ld.global.32 st.global.32 st.release.sys.global.u64",
     "signal_wait": """
         bar.sync

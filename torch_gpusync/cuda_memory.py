@@ -148,20 +148,21 @@ def attach(
     """
     device = token.device
     properties = torch.cuda.get_device_properties(device)
-    place = [str(properties.uuid), properties.multi_processor_count]
+    place = [str(properties.uuid), properties.multi_processor_count, properties.major >= 9]
     places = meeting.exchange(place, "SyncGroup", shared_name, deadline)
-    ranks_on_gpu = max(Counter(uuid for uuid, _ in places).values())
+    ranks_on_gpu = max(Counter(uuid for uuid, *_ in places).values())
     if ranks_on_gpu > 1:
         # Read when SymmetricMemory maps peers; without it, it refuses ranks that share a GPU.
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     # Blocks wait for blocks of other ranks: all of them have to be resident at once.
-    max_blocks = max(1, min(_MAX_BLOCKS, min(count for _, count in places) // ranks_on_gpu))
+    max_blocks = max(1, min(_MAX_BLOCKS, min(count for _, count, _ in places) // ranks_on_gpu))
+    clusters = all(place[2] for place in places)  # of blocks, which compute capability 9.0 brought
     nbytes = ops._cuda_pad_bytes(channels, staging_bytes)
     pad, addresses, keep_alive = peers.allocate(meeting, nbytes, device, "SyncGroup", shared_name, deadline)
     choices, problem = list[int](), ""
     try:
         choices = tuning.find(properties.name, ranks_on_gpu, meeting.world_size)
-        ops._cuda_open(pad, token, name, addresses, staging_bytes, max_blocks)
+        ops._cuda_open(pad, token, name, addresses, staging_bytes, max_blocks, clusters)
     except (RuntimeError, ValueError) as error:
         problem = str(error)
     meeting.confirm(problem, "SyncGroup", shared_name, deadline)

@@ -141,6 +141,7 @@ const char* name(Algo algo) {
     case Algo::kPullOneShot: return "pull_one_shot";
     case Algo::kPullTwoShot: return "pull_two_shot";
     case Algo::kPushOneShot: return "push_one_shot";
+    case Algo::kPushRmsNorm: return "push_rms_norm";
   }
   return "unknown algo";
 }

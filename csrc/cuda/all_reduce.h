@@ -45,6 +45,7 @@ inline AllReduceKernel kernel_of(Algo algo, DType dtype, ReduceOp op, uint32_t w
     case Algo::kPullTwoShot: return pull_two_shot(dtype, op, world_size);
     case Algo::kPushOneShot: return push_one_shot(dtype, op, world_size);
     case Algo::kNone:
+    case Algo::kPushRmsNorm:  // has kernels of its own (push_rms_norm.h)
     case Algo::kPullOneShot: break;
   }
   return pull_one_shot(dtype, op, world_size);

@@ -34,24 +34,39 @@ void Group::set_tuning(std::vector<TuningRow> rows) {
   m_tuning = std::move(rows);
 }
 
-Group::TuningRow Group::choose(Algo algo, DType dtype, uint64_t bytes) const {
+template <class Row>
+void Group::each_row(DType dtype, Row&& row) const {
   const std::shared_lock lock(m_tuning_mutex);
   const TuningRow* first = m_tuning.empty() ? std::begin(kDefaults) : m_tuning.data();
   const TuningRow* last = m_tuning.empty() ? std::end(kDefaults) : m_tuning.data() + m_tuning.size();
   const uint32_t bit = 1u << static_cast<uint32_t>(dtype);
   const bool named = std::any_of(first, last, [bit](const TuningRow& r) { return (r.dtypes & bit) != 0; });
+  for (const TuningRow* r = first; r != last; ++r) {
+    if ((named ? (r->dtypes & bit) != 0 : r->dtypes == 0) && !row(*r)) return;
+  }
+}
+
+Group::TuningRow Group::choose(Algo algo, DType dtype, uint64_t bytes) const {
   // An algorithm asked for by name takes its widths from the row that would have chosen it, or from the
   // nearest one.
-  const TuningRow* row = nullptr;
-  for (const TuningRow* r = first; r != last; ++r) {
-    if (named ? (r->dtypes & bit) == 0 : r->dtypes != 0) continue;
-    if (algo != Algo::kNone && r->algo != algo) continue;
-    row = r;
-    if (bytes <= r->max_bytes) break;
-  }
-  TuningRow chosen = row != nullptr ? *row : TuningRow{0, algo, kMaxBlocks, 512};
+  TuningRow chosen{0, algo, kMaxBlocks, 512};
+  each_row(dtype, [&](const TuningRow& row) {
+    if (algo != Algo::kNone && row.algo != algo) return true;
+    chosen = row;
+    return bytes > row.max_bytes;
+  });
   chosen.blocks = std::min(chosen.blocks, m_config.max_blocks);
   return chosen;
+}
+
+uint64_t Group::pushed_bytes(DType dtype) const {
+  uint64_t bytes = 0;
+  each_row(dtype, [&](const TuningRow& row) {
+    if (row.algo != Algo::kPushOneShot) return false;
+    bytes = row.max_bytes;
+    return true;
+  });
+  return std::min<uint64_t>(bytes, m_layout.half_bytes() / m_host.world_size() / 16 * 8);
 }
 
 void Group::all_reduce(const Launch& launch, const void* input, void* output, const cpu::Payload& payload,

@@ -20,6 +20,7 @@
 
 namespace gpusync::cuda {
 
+struct RmsNorm;
 struct Seat;
 
 struct DeviceConfig {
@@ -27,6 +28,7 @@ struct DeviceConfig {
   std::vector<int64_t> pads;  // every rank's pad, as mapped into this process
   size_t staging_bytes;
   uint32_t max_blocks;  // so that all blocks of all ranks on one GPU are resident together
+  bool clusters;        // can all ranks' devices launch clusters of blocks?
 };
 
 /// Every rank's part of a symmetric buffer.
@@ -83,6 +85,12 @@ class Group {
   // --- collectives.cu
   void all_reduce(const Launch& launch, const void* input, void* output, const cpu::Payload& payload,
                   ReduceOp reduce_op, Algo algo);  // Algo::kNone: auto
+  /// The largest all_reduce that auto pushes, in one launch, in bytes; 0: none.
+  uint64_t pushed_bytes(DType dtype) const;
+
+  // --- rms_norm.cu; for payloads of at most pushed_bytes()
+  void rms_norm(const Launch& launch, const RmsNorm& what, const void* input, void* output,
+                const cpu::Payload& payload);
 
   // --- exchange.cu; `poison`: what the output of a broken group is filled with, where nothing is reduced
   void exchange(const Launch& launch, const cpu::Exchange& what, const void* input, void* output,
@@ -156,6 +164,9 @@ class Group {
   void clear(void* target, size_t bytes) const;
   void set_status(DeviceStatus status) const;
   const DeviceBuffer& device_buffer(const cpu::Buffer& buffer) const;
+  /// Calls `row` with each that is for the dtype, while it returns true.
+  template <class Row>
+  void each_row(DType dtype, Row&& row) const;
   TuningRow choose(Algo algo, DType dtype, uint64_t bytes) const;
   template <bool kFence, bool kStart>
   void sync(const Launch& launch, Op op, int64_t channel);

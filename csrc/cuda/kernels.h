@@ -18,6 +18,7 @@ void load_kernel(Kernel kernel) {
 void preload_buffers();
 void preload_collectives();
 void preload_exchanges();
+void preload_rms_norm();
 void preload_latency();
 
 /// What a broken group's outputs are filled with: NaN, or the integer type's maximum. Repeated over 8 bytes.

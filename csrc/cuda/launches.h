@@ -10,6 +10,7 @@
 #include "cpu/reduce.h"
 #include "exchange.h"
 #include "pad.h"
+#include "push_rms_norm.h"
 
 namespace gpusync::cuda {
 
@@ -131,6 +132,48 @@ void each_launch(const Seat& seat, const CallKey& key, const cpu::Exchange& what
     params.numel = std::min(chunk, params.columns - first);
     params.groups = (params.numel * unit + thread - 1) / thread;
     launch(params, width.blocks_for(params.groups));
+  }
+}
+
+/// What all_reduce_rms_norm is given beside its summand and the place of its sum.
+struct RmsNorm {
+  const void* residual;
+  const void* weight;
+  void* norm;
+  uint64_t columns;  // of a row, which is made of whole parcels
+  float eps;
+  float weight_bias;
+};
+
+/// The same for all_reduce_rms_norm: `row_blocks` blocks for each row, so many rows at a time as there may be
+/// blocks, of which every rank may have equally many.
+template <class Launch>
+void each_launch(const Seat& seat, const CallKey& key, const RmsNorm& what, uint32_t row_blocks,
+                 const void* input, void* output, Width width, Launch&& launch) {
+  const size_t row_bytes = what.columns * cpu::item_bytes(key.dtype);
+  RmsNormParams params{params_of(seat, key, seat.layout.push_area()),
+                       nullptr,
+                       what.weight,
+                       nullptr,
+                       static_cast<uint32_t>(row_bytes / 8),
+                       row_blocks,
+                       1 / static_cast<float>(what.columns),
+                       what.eps,
+                       what.weight_bias};
+  const uint64_t rows = key.numel / what.columns;
+  const uint64_t most = std::min<uint64_t>(width.blocks / row_blocks, params.slot_bytes / 2 / row_bytes);
+  for (uint64_t first = 0; first < rows; first += most) {
+    const uint64_t n = std::min(most, rows - first);
+    const auto part = [at = first * row_bytes](const void* data) {
+      return static_cast<const char*>(data) + at;
+    };
+    params.input = part(input);
+    params.residual = part(what.residual);
+    params.output = static_cast<char*>(output) + first * row_bytes;
+    params.norm = static_cast<char*>(what.norm) + first * row_bytes;
+    params.numel = n * what.columns;
+    params.groups = n * params.row_parcels;
+    launch(params, static_cast<uint32_t>(n) * row_blocks);
   }
 }
 

@@ -143,10 +143,14 @@ struct Mail {
     return true;
   }
 
+  /// Every call of the group's collectives arrives once in the start stage of block 0, be it pushed or
+  /// pulled.
+  __device__ __forceinline__ Arrival arrival() const { return {call + 1, p.key}; }
+
   /// Announces the call in the peers' slots, relaxed and without waiting: what a wait that takes too long
   /// looks at, to tell who is missing or does something else. By block 0.
   __device__ __forceinline__ void announce() const {
-    if (blockIdx.x == 0) p.pull.announce(p.key, DeviceWait(p.wait));
+    if (blockIdx.x == 0) p.pull.announce(arrival(), DeviceWait(p.wait));
   }
 };
 
@@ -165,7 +169,7 @@ __device__ __forceinline__ bool receive_late(const Mail& mail, bool posted, cons
   for (uint64_t i = mine.first; i < parcels && complete; i += mine.step) {
     while (complete && !receive(i)) {
       // Every call is announced once, by its block 0, whose own count may not be up yet.
-      const uint64_t expected = Arrival{mail.call + 1, p.key}.pack();
+      const uint64_t expected = mail.arrival().pack();
       bool mismatch = false;
       for (uint32_t r = 0; r < p.pull.world_size(); ++r)
         mismatch = mismatch || compare(arrivals.peek(r), expected) == Seen::kMismatch;

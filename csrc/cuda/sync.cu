@@ -73,6 +73,7 @@ void Group::preload() const {
   preload_buffers();
   preload_collectives();
   preload_exchanges();
+  preload_rms_norm();
   preload_latency();
 }
 

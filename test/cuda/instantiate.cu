@@ -87,7 +87,7 @@ extern "C" __global__ void pull_alone(const __grid_constant__ PullController pul
 }
 
 extern "C" __global__ void pull_announce(const __grid_constant__ PullController pull, uint32_t key) {
-  pull.announce(key, Polls{0});
+  pull.announce(gpusync::Arrival{1, key}, Polls{0});
 }
 
 /// A whole pull: what a rank does with its peers' data stays between its two barriers.

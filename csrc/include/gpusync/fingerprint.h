@@ -28,7 +28,7 @@ enum class Op : uint8_t {
 
 enum class DType : uint8_t { kNone, kFloat32, kFloat64, kFloat16, kBFloat16, kInt32, kInt64, kOther };
 enum class ReduceOp : uint8_t { kSum, kMax, kMin, kAvg };
-enum class Algo : uint8_t { kNone, kPullOneShot, kPullTwoShot, kPushOneShot };
+enum class Algo : uint8_t { kNone, kPullOneShot, kPullTwoShot, kPushOneShot, kPushRmsNorm };
 
 /// The parts of a call on which all ranks must agree.
 struct CallKey {

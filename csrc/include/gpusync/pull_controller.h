@@ -59,12 +59,11 @@ class PullController {
 
   /// Tells all ranks what I am calling, in the start stage, relaxed and without waiting for anybody. For
   /// calls that synchronise by their data: a wait for the data that takes too long finds here who has not
-  /// come, or calls something else.
+  /// come, or calls something else. The caller knows the epoch, one more than that of the call before: to
+  /// load it here would hold up the block's first warp, and with it the call (docs/performance_gpu.md).
   template <class Wait>
-  GPUSYNC_HD void announce(uint32_t fingerprint, Wait&& wait, uint32_t index = block::index()) const {
-    Semaphore& mine = semaphore<true>(m_rank, index);
-    arrive<false, true>(mine, Arrival{mine.epoch(block::lane() % kMaxRanks) + 1, fingerprint}.pack(), index,
-                        wait);
+  GPUSYNC_HD void announce(const Arrival& arrival, Wait&& wait, uint32_t index = block::index()) const {
+    arrive<false, true>(semaphore<true>(m_rank, index), arrival.pack(), index, wait);
   }
 
   /// My own semaphore of the start stage.

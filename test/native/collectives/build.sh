@@ -11,7 +11,7 @@ shift 2
 here=$(cd "$(dirname "$0")" && pwd)
 source=$(mktemp "${TMPDIR:-/tmp}/gpusync-collectives-XXXXXX.cpp")
 trap 'rm -f "$source"' EXIT
-for file in "$here"/cuda_on_host.h "$csrc"/cuda/{pull_one_shot,pull_two_shot,push_one_shot,push_copy,exchange_kernels}.cu \
+for file in "$here"/cuda_on_host.h "$csrc"/cuda/{pull_one_shot,pull_two_shot,push_one_shot,push_copy,push_rms_norm,exchange_kernels}.cu \
   "$csrc"/cpu/reduce.cpp "$here"/*.cpp; do
   printf '#include "%s"\n' "$file"
 done >"$source"

@@ -1,7 +1,9 @@
 #include "call.h"
 
+#include <cmath>
 #include <cstring>
 
+#include "cpu/half_types.h"
 #include "cpu/reduce.h"
 #include "cuda/kernels.h"
 
@@ -15,7 +17,8 @@ struct Kind {
 constexpr Kind kKindOf[] = {{Op::kAllReduce, Algo::kPullOneShot}, {Op::kAllReduce, Algo::kPullTwoShot},
                             {Op::kAllReduce, Algo::kPushOneShot}, {Op::kAllGather, Algo::kNone},
                             {Op::kBroadcast, Algo::kNone},        {Op::kAllToAll, Algo::kNone},
-                            {Op::kReduceScatter, Algo::kNone},    {Op::kReduce, Algo::kNone}};
+                            {Op::kReduceScatter, Algo::kNone},    {Op::kReduce, Algo::kNone},
+                            {Op::kAllReduce, Algo::kPushRmsNorm}};
 static_assert(std::size(kKindOf) == std::size(kKinds));
 
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kInt32,   DType::kBFloat16,
@@ -43,6 +46,18 @@ uint64_t number(Random& random, DType dtype) {
   return bits;
 }
 
+float value_of(const char* data, DType dtype) {
+  const auto read = [data]<class T>(T value) {
+    std::memcpy(&value, data, sizeof value);
+    return value;
+  };
+  switch (dtype) {
+    case DType::kFloat16: return cpu::to_float(read(cpu::Float16{}));
+    case DType::kBFloat16: return cpu::to_float(read(cpu::BFloat16{}));
+    default: return read(float{});
+  }
+}
+
 bool is_poison(const char* data, uint64_t poison, size_t bytes) {
   return std::memcmp(data, &poison, bytes) == 0;
 }
@@ -66,7 +81,10 @@ Call::Call(Random& random, const Limits& limits, uint32_t world_size)
   if (reduces()) {
     m_key.dtype = kDTypes[random.below(limits.dtypes)];
     const bool integral = m_key.dtype == DType::kInt32 || m_key.dtype == DType::kInt64;
-    if (random.one_in(2)) m_key.reduce_op = static_cast<ReduceOp>(random.below(integral ? 3 : 4));
+    if (algo == Algo::kPushRmsNorm && (integral || m_key.dtype == DType::kFloat64))
+      m_key.dtype = DType::kFloat32;
+    if (random.one_in(2) && algo != Algo::kPushRmsNorm)
+      m_key.reduce_op = static_cast<ReduceOp>(random.below(integral ? 3 : 4));
     m_what.item_bytes = cpu::item_bytes(m_key.dtype);
     m_poison = cuda::poison_of(m_key.dtype);
   } else {
@@ -79,6 +97,13 @@ Call::Call(Random& random, const Limits& limits, uint32_t world_size)
   const uint64_t most = random.one_in(2) ? 3000 : 300;  // bytes
   m_key.numel = 1 + random.below(most / m_what.item_bytes);
   if (m_what.is_split()) m_key.numel = (1 + m_key.numel / world_size) * world_size;
+  if (algo == Algo::kPushRmsNorm) {
+    m_columns =
+        (1 + random.below(8)) * 8 / m_what.item_bytes;  // as much as fits into the smallest slot of 8 ranks
+    m_key.numel = (1 + random.below(6)) * m_columns;
+    m_eps = random.one_in(2) ? 0 : 0.5f;
+    m_weight_bias = random.one_in(2) ? 0 : 1;
+  }
   draw_data(random, limits);
 }
 
@@ -88,47 +113,81 @@ Call::Call(Random& random, const Limits& limits, const Call& like)
       m_key(like.m_key),
       m_what(like.m_what),
       m_poison(like.m_poison),
-      m_push(like.m_push) {
+      m_push(like.m_push),
+      m_columns(like.m_columns),
+      m_eps(like.m_eps),
+      m_weight_bias(like.m_weight_bias) {
   draw_data(random, limits);
 }
 
 void Call::draw_data(Random& random, const Limits& limits) {
   m_width = {1 + static_cast<uint32_t>(random.below(limits.blocks)),
              random.one_in(2) ? limits.threads : 1 + static_cast<uint32_t>(random.below(limits.threads))};
+  if (m_columns != 0) m_row_blocks = 1 + static_cast<uint32_t>(random.below(m_width.blocks));
   const size_t item = m_what.item_bytes;
   const size_t bytes = m_key.numel * item;
   const auto margin = [&] {
     return random.one_in(2) ? 16 : random.below(std::max<size_t>(16 / item, 1)) * item;
   };
-  for (uint32_t r = 0; r < m_world_size; ++r) fill(random, m_inputs.emplace_back(bytes, margin()).data());
+  for (uint32_t r = 0; r < m_world_size; ++r)
+    fill(random, m_inputs.emplace_back(bytes, margin()).data(), bytes);
+  for (uint32_t r = 0; r < m_world_size && m_columns != 0; ++r) {
+    fill(random, m_residuals.emplace_back(bytes, margin()).data(), bytes);
+    fill(random, m_weights.emplace_back(m_columns * item, margin()).data(), m_columns * item);
+  }
   for (uint32_t r = 0; r < m_world_size; ++r) {
     m_expected.push_back(expected(r));
-    m_outputs.emplace_back(m_expected[r].size(), margin());
+    m_outputs.emplace_back(m_columns != 0 ? 2 * bytes : m_expected[r].size(), margin());
   }
 }
 
-void Call::fill(Random& random, char* data) const {
-  const size_t bytes = unit();
-  for (size_t at = 0; at < m_key.numel * m_what.item_bytes; at += bytes) {
+void Call::fill(Random& random, char* data, size_t bytes) const {
+  for (size_t at = 0; at < bytes; at += unit()) {
     const uint64_t word = number(random, m_key.dtype);
-    std::memcpy(data + at, &word, bytes);
+    std::memcpy(data + at, &word, unit());
   }
+}
+
+/// `size` bytes from `first` on of all inputs.
+std::vector<char> Call::reduced(size_t first, size_t size) const {
+  std::vector<char> result(size);
+  const void* sources[kMaxRanks];
+  std::vector<std::vector<char>> aligned;
+  for (uint32_t r = 0; r < m_world_size; ++r) {
+    const char* from = m_inputs[r].data() + first;
+    sources[r] = aligned.emplace_back(from, from + size).data();
+  }
+  cpu::reduce(result.data(), sources, m_world_size, size / m_what.item_bytes, m_key.dtype, m_key.reduce_op);
+  return result;
+}
+
+/// The residual added, and behind that its norm: exact, as fp32 and not rounded to the dtype.
+std::vector<char> Call::with_norm(std::vector<char> reduced, uint32_t rank) const {
+  const size_t item = m_what.item_bytes;
+  const std::vector<char> residual(m_residuals[rank].data(), m_residuals[rank].data() + reduced.size());
+  const void* both[] = {residual.data(), reduced.data()};
+  std::vector<char> result(reduced.size());
+  cpu::reduce(result.data(), both, 2, m_key.numel, m_key.dtype, ReduceOp::kSum);
+  for (uint64_t row = 0; row < m_key.numel; row += m_columns) {
+    const auto value = [&](uint64_t column) {
+      return double{value_of(result.data() + (row + column) * item, m_key.dtype)};
+    };
+    double squares = 0;
+    for (uint64_t c = 0; c < m_columns; ++c) squares += value(c) * value(c);
+    const double scale = 1 / std::sqrt(squares / static_cast<double>(m_columns) + m_eps);
+    for (uint64_t c = 0; c < m_columns; ++c) {
+      const double by = double{value_of(m_weights[rank].data() + c * item, m_key.dtype)} + m_weight_bias;
+      const auto norm = static_cast<float>(value(c) * scale * by);
+      const char* bytes = reinterpret_cast<const char*>(&norm);
+      result.insert(result.end(), bytes, bytes + sizeof norm);
+    }
+  }
+  return result;
 }
 
 std::vector<char> Call::expected(uint32_t rank) const {
   const size_t bytes = m_key.numel * m_what.item_bytes;
   const size_t row = bytes / m_world_size;
-  const auto reduced = [&](size_t first, size_t size) {
-    std::vector<char> result(size);
-    const void* sources[kMaxRanks];
-    std::vector<std::vector<char>> aligned;
-    for (uint32_t r = 0; r < m_world_size; ++r) {
-      const char* from = m_inputs[r].data() + first;
-      sources[r] = aligned.emplace_back(from, from + size).data();
-    }
-    cpu::reduce(result.data(), sources, m_world_size, size / m_what.item_bytes, m_key.dtype, m_key.reduce_op);
-    return result;
-  };
   const auto copied = [&](size_t size, auto&& source) {
     std::vector<char> result;
     for (uint32_t r = 0; r < m_world_size; ++r) {
@@ -138,7 +197,7 @@ std::vector<char> Call::expected(uint32_t rank) const {
     return result;
   };
   switch (m_key.op) {
-    case Op::kAllReduce: return reduced(0, bytes);
+    case Op::kAllReduce: return m_columns != 0 ? with_norm(reduced(0, bytes), rank) : reduced(0, bytes);
     case Op::kReduce: return rank == m_key.root ? reduced(0, bytes) : std::vector<char>(bytes);
     case Op::kReduceScatter: return reduced(rank * row, row);
     case Op::kAllGather: return copied(bytes, [&](uint32_t r) { return m_inputs[r].data(); });
@@ -149,6 +208,28 @@ std::vector<char> Call::expected(uint32_t rank) const {
   return std::vector<char>(from, from + bytes);
 }
 
+/// The shares of packs that are dealt out to blocks, or pushed ones to threads, anew after `period` of them.
+std::function<uint64_t(size_t byte)> Call::dealt(uint32_t blocks, bool push, uint64_t period) const {
+  const uint32_t threads = blocks * m_width.threads;
+  const uint64_t unit = push ? 8 : 16;  // bytes
+  const uint64_t of_a_share = push ? 1 : m_width.threads;
+  return [=](size_t byte) { return byte / unit % period % threads / of_a_share; };
+}
+
+/// Behind the shares of the sum, each as small as what is pushed at a time, there is one for the norm of each
+/// row.
+Call::Launch Call::rms_norm(const cuda::RmsNormParams& params, uint32_t blocks) const {
+  const size_t row_bytes = m_columns * m_what.item_bytes;
+  const uint64_t parcels = params.groups;
+  return {[params, kernel = cuda::push_rms_norm(m_key.dtype, m_world_size)] { kernel(params); },
+          blocks,
+          m_row_blocks,
+          parcels + blocks / m_row_blocks,
+          {{static_cast<const char*>(params.output), params.numel, [](size_t byte) { return byte / 8; }},
+           {static_cast<const char*>(params.norm), params.numel,
+            [=](size_t byte) { return parcels + byte / row_bytes; }}}};
+}
+
 std::vector<Call::Launch> Call::launches(const cuda::Seat& seat, bool another) const {
   const uint32_t rank = seat.pull.rank();
   CallKey key = m_key;
@@ -156,16 +237,32 @@ std::vector<Call::Launch> Call::launches(const cuda::Seat& seat, bool another) c
   const void* input = m_inputs[rank].data();
   char* output = m_outputs[rank].data();
   std::vector<Launch> result;
+  if (m_columns != 0) {
+    const cuda::RmsNorm what{m_residuals[rank].data(),
+                             m_weights[rank].data(),
+                             output + m_key.numel * m_what.item_bytes,
+                             m_columns,
+                             m_eps,
+                             m_weight_bias};
+    cuda::each_launch(seat, key, what, m_row_blocks, input, output, m_width,
+                      [&](const cuda::RmsNormParams& params, uint32_t blocks) {
+                        result.push_back(rms_norm(params, blocks));
+                      });
+    return result;
+  }
   if (key.op == Op::kAllReduce) {
     const auto kernel = cuda::kernel_of(key.algo, key.dtype, key.reduce_op, m_world_size);
-    cuda::each_launch(seat, key, input, output, m_width,
-                      [&](const cuda::AllReduceParams& params, uint32_t blocks) {
-                        result.push_back({[=] { kernel(params); },
-                                          blocks,
-                                          {{static_cast<const char*>(params.output), params.numel}},
-                                          key.algo == Algo::kPullTwoShot ? params.groups : ~uint64_t{0},
-                                          key.algo == Algo::kPushOneShot});
-                      });
+    const bool push = key.algo == Algo::kPushOneShot;
+    cuda::each_launch(
+        seat, key, input, output, m_width, [&](const cuda::AllReduceParams& params, uint32_t blocks) {
+          const uint64_t period = key.algo == Algo::kPullTwoShot ? params.groups : ~uint64_t{0};
+          result.push_back(
+              {[=] { kernel(params); },
+               blocks,
+               1,
+               push ? blocks * m_width.threads : blocks,
+               {{static_cast<const char*>(params.output), params.numel, dealt(blocks, push, period)}}});
+        });
     return result;
   }
   const bool push = m_push && cuda::can_push(seat, key, m_what);
@@ -173,33 +270,46 @@ std::vector<Call::Launch> Call::launches(const cuda::Seat& seat, bool another) c
   cuda::each_launch(
       seat, key, m_what, push, m_poison, input, output, m_width,
       [&](const cuda::ExchangeParams& params, uint32_t blocks) {
-        Launch launch{[=] { kernel(params); }, blocks, {}, ~uint64_t{0}, push};
+        Launch launch{[=] { kernel(params); }, blocks, 1, push ? blocks * m_width.threads : blocks, {}};
         const bool rows = key.op == Op::kAllGather || key.op == Op::kAllToAll;
         for (uint32_t r = 0; r < (rows ? m_world_size : 1); ++r) {
-          launch.parts.push_back(
-              {static_cast<const char*>(params.output) + r * params.columns * unit(), params.numel});
+          launch.parts.push_back({static_cast<const char*>(params.output) + r * params.columns * unit(),
+                                  params.numel, dealt(blocks, push)});
         }
         result.push_back(std::move(launch));
       });
   return result;
 }
 
+/// Bit for bit, but for a norm: of that the last bit is free, for its squares are added up in another order.
+bool Call::is_right(const char* data, const char* wanted, bool norm) const {
+  if (!norm) return std::memcmp(data, wanted, unit()) == 0;
+  float exact;
+  std::memcpy(&exact, wanted, sizeof exact);
+  const float bits = m_key.dtype == DType::kFloat32   ? 0x1p-20f
+                     : m_key.dtype == DType::kFloat16 ? 0x1p-10f
+                                                      : 0x1p-7f;
+  return std::abs(value_of(data, m_key.dtype) - exact) <= bits * std::abs(exact) + 1e-7f;
+}
+
 std::string Call::check(uint32_t rank, const Launch& launch, Outcome outcome) const {
-  const bool push = launch.pushed;
-  const uint32_t threads = launch.blocks * m_width.threads;
   struct Share {
     bool right = true;
     bool poison = true;
   };
-  std::vector<Share> shares(push ? threads : launch.blocks);
+  std::vector<Share> shares(launch.shares);
   for (const Part& part : launch.parts) {
-    const char* wanted = m_expected[rank].data() + (part.data - m_outputs[rank].data());
+    const size_t first = (part.data - m_outputs[rank].data()) / unit();
+    const bool norm = m_columns != 0 && first >= m_key.numel;
     for (uint64_t i = 0; i < part.numel; ++i) {
-      const size_t at = i * unit();
-      const uint64_t thread = at / (push ? 8 : 16) % launch.period % threads;
-      Share& share = shares[push ? thread : thread / m_width.threads];
-      share.right = share.right && std::memcmp(part.data + at, wanted + at, unit()) == 0;
-      share.poison = share.poison && is_poison(part.data + at, m_poison, unit());
+      const char* data = part.data + i * unit();
+      // Behind the sums the norms are, as fp32.
+      const size_t at =
+          norm ? m_key.numel * unit() + (first + i - m_key.numel) * sizeof(float) : (first + i) * unit();
+      Share& share = shares[part.share(i * unit())];
+      share.right = share.right && is_right(data, m_expected[rank].data() + at, norm);
+      share.poison = share.poison &&
+                     (norm ? std::isnan(value_of(data, m_key.dtype)) : is_poison(data, m_poison, unit()));
     }
   }
   for (size_t s = 0; s < shares.size(); ++s) {
@@ -208,8 +318,8 @@ std::string Call::check(uint32_t rank, const Launch& launch, Outcome outcome) co
                       : outcome == Outcome::kPoison ? share.poison
                                                     : share.right || share.poison;
     if (good) continue;
-    return name() + ": the output of rank " + std::to_string(rank) + (push ? ", thread " : ", block ") +
-           std::to_string(s) + " is " +
+    return name() + ": the output of rank " + std::to_string(rank) + ", share " + std::to_string(s) + " of " +
+           std::to_string(shares.size()) + ", is " +
            (share.right    ? "right"
             : share.poison ? "poison"
                            : "wrong");

@@ -12,8 +12,9 @@
 namespace collectives {
 
 /// What the command line may ask for.
-inline constexpr const char* kKinds[] = {"pull_one_shot", "pull_two_shot", "push_one_shot",  "all_gather",
-                                         "broadcast",     "all_to_all",    "reduce_scatter", "reduce"};
+inline constexpr const char* kKinds[] = {"pull_one_shot",  "pull_two_shot", "push_one_shot",
+                                         "all_gather",     "broadcast",     "all_to_all",
+                                         "reduce_scatter", "reduce",        "rms_norm"};
 inline constexpr uint32_t kAnyKind = std::size(kKinds);
 
 struct Limits {
@@ -35,8 +36,7 @@ class Tensor {
   Memory m_memory;
 };
 
-/// How a launch has to end: in a group that breaks a block's share of the output, or where data is pushed a
-/// thread's, may be poison as a whole.
+/// How a launch has to end: in a group that breaks a share of the output may be poison as a whole.
 enum class Outcome { kRight, kRightOrPoison, kPoison };
 
 class Call {
@@ -45,17 +45,19 @@ class Call {
   /// The same call with other data, maybe elsewhere and of another width.
   Call(Random& random, const Limits& limits, const Call& like);
 
-  /// One launch of a rank, and the parts of its output that it writes.
+  /// One launch of a rank, and the parts of its output that it writes. They are divided into shares: a
+  /// block's, or where data is pushed a thread's; `share` tells which one a byte of the part is in.
   struct Part {
     const char* data;
     uint64_t numel;
+    std::function<uint64_t(size_t byte)> share;
   };
   struct Launch {
     std::function<void()> kernel;
     uint32_t blocks;
+    uint32_t row_blocks;
+    uint64_t shares;
     std::vector<Part> parts;
-    uint64_t period;  // packs after which the threads' shares begin anew
-    bool pushed;
   };
 
   /// `another`: this rank is told of another call.
@@ -68,8 +70,14 @@ class Call {
 
  private:
   void draw_data(Random& random, const Limits& limits);
-  void fill(Random& random, char* data) const;
+  void fill(Random& random, char* data, size_t bytes) const;
   std::vector<char> expected(uint32_t rank) const;
+  std::vector<char> reduced(size_t first, size_t size) const;
+  std::vector<char> with_norm(std::vector<char> reduced, uint32_t rank) const;
+  bool is_right(const char* data, const char* wanted, bool norm) const;
+  Launch rms_norm(const cuda::RmsNormParams& params, uint32_t blocks) const;
+  std::function<uint64_t(size_t byte)> dealt(uint32_t blocks, bool push,
+                                             uint64_t period = ~uint64_t{0}) const;
   bool reduces() const { return m_key.op == Op::kAllReduce || m_what.reduces(); }
   size_t unit() const { return std::min<size_t>(m_what.item_bytes, 8); }
 
@@ -80,7 +88,13 @@ class Call {
   uint64_t m_poison;
   bool m_push;  // what may be pushed
   cuda::Width m_width;
+  uint64_t m_columns = 0;  // of rms_norm's rows
+  uint32_t m_row_blocks = 1;
+  float m_eps = 0;
+  float m_weight_bias = 0;
   std::vector<Tensor> m_inputs;
+  std::vector<Tensor> m_residuals;
+  std::vector<Tensor> m_weights;
   std::vector<Tensor> m_outputs;
   std::vector<std::vector<char>> m_expected;
 };

@@ -10,9 +10,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <vector>
 
 #include "random.h"
 
@@ -28,7 +30,7 @@ struct Index {
 /// A barrier of `threads` threads, any number of times.
 class Barrier {
  public:
-  explicit Barrier(uint32_t threads) : m_threads(threads) {}
+  explicit Barrier(uint32_t threads) : m_values(threads), m_threads(threads) {}
 
   /// Waits for all; was `value` true for all of them?
   bool meet(bool value = true) {
@@ -46,9 +48,19 @@ class Barrier {
     return m_result;
   }
 
+  /// The sum of the threads' values, in their order; once.
+  float sum(uint32_t thread, float value) {
+    m_values[thread] = value;
+    meet();
+    float sum = 0;
+    for (const float each : m_values) sum += each;
+    return sum;
+  }
+
  private:
   std::mutex m_mutex;
   std::condition_variable m_changed;
+  std::vector<float> m_values;
   const uint32_t m_threads;
   uint32_t m_here = 0;
   uint32_t m_turn = 0;
@@ -59,6 +71,7 @@ class Barrier {
 /// What a thread of a kernel knows beside its indices.
 struct Thread {
   Barrier* block = nullptr;
+  Barrier* row = nullptr;                     // of the blocks that share a row
   uint32_t pause_us = 0;                      // at most
   std::atomic<uint32_t>* barriers = nullptr;  // for the watchdog: how many it has passed in this kernel
   Random random{0};
@@ -87,6 +100,20 @@ inline int atomicAdd(int* word, int value) {
   return std::atomic_ref(*word).fetch_add(value, std::memory_order_relaxed);
 }
 
+inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
+
 namespace gpusync::cuda {
 using std::min;
-}
+
+/// row_sum.cuh has the device's.
+class RowSum {
+ public:
+  explicit RowSum(uint32_t blocks) : m_thread(blockIdx.x % blocks * blockDim.x + threadIdx.x) {}
+  void meet() const {}
+  float operator()(float value) const { return collectives::this_thread.row->sum(m_thread, value); }
+
+ private:
+  const uint32_t m_thread;
+};
+
+}  // namespace gpusync::cuda

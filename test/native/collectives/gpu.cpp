@@ -6,6 +6,8 @@ namespace collectives {
 
 Gpu::Running::Running(const Kernel& kernel) : passed(kernel.blocks), ended(kernel.blocks) {
   for (uint32_t b = 0; b < kernel.blocks; ++b) barriers.emplace_back(kernel.threads);
+  for (uint32_t b = 0; b < kernel.blocks; b += kernel.row_blocks)
+    rows.emplace_back(kernel.row_blocks * kernel.threads);
 }
 
 Gpu::Gpu(uint32_t rank, std::vector<Kernel> stream, uint32_t blocks, uint32_t threads, uint64_t seed)
@@ -35,6 +37,7 @@ void Gpu::run(uint32_t block, uint32_t thread, uint64_t seed) {
     if (kernel.before) m_boundary.meet();
     if (block >= kernel.blocks || thread >= kernel.threads) continue;
     this_thread.block = &running.barriers[block];
+    this_thread.row = &running.rows[block / kernel.row_blocks];
     this_thread.barriers = &running.passed[block];
     this_thread.pause_us = kernel.pause_us;
     threadIdx.x = thread;

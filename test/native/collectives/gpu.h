@@ -19,7 +19,8 @@ struct Kernel {
   uint32_t call;
   uint32_t blocks;
   uint32_t threads;
-  uint32_t pause_us;  // every thread pauses for at most so long, at its beginning and at barriers
+  uint32_t pause_us;        // every thread pauses for at most so long, at its beginning and at barriers
+  uint32_t row_blocks = 1;  // so many, one after the other, share a row
   std::function<void()> before = {};  // runs in one thread, when the kernels before have ended
 };
 
@@ -40,6 +41,7 @@ class Gpu {
   struct Running {
     explicit Running(const Kernel& kernel);
     std::deque<Barrier> barriers;  // of every block
+    std::deque<Barrier> rows;
     std::deque<std::atomic<uint32_t>>
         passed;                               // barriers that the threads of each block have passed, together
     std::deque<std::atomic<uint32_t>> ended;  // threads of each block

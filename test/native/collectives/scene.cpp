@@ -96,7 +96,7 @@ std::string run_scene(const Options& options, Random& random, Counts& counts) {
                              : random.one_in(3)                   ? options.pause_us
                                                                   : 0;
       for (auto& launch : calls[c].launches(group.seat(r), odd && plan.end == End::kMismatch)) {
-        Kernel kernel{launch.kernel, c, launch.blocks, calls[c].width().threads, pause};
+        Kernel kernel{launch.kernel, c, launch.blocks, calls[c].width().threads, pause, launch.row_blocks};
         const bool first = launched[r].empty() || launched[r].back().call != c;
         if (odd && first && plan.end != End::kMismatch) {
           kernel.before = [&group, r, end = plan.end, timeout] {
