@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from torch_gpusync import SyncGroup, virtual_ranks
-from torch_gpusync.bench import cli, cuda, cuda_exchange, decode, latency, launcher, plan, tune
+from torch_gpusync.bench import cli, cuda, cuda_exchange, cuda_peers, decode, latency, launcher, plan, tune
 from torch_gpusync.bench.cuda_peers import Peers
 from torch_gpusync.bench.plan import EXCHANGES, Case, Plan
 from torch_gpusync.bench.results import Measurement, with_best_of
@@ -145,15 +145,25 @@ def test_a_peer_that_cannot_be_captured_is_left_out_on_all_ranks(
 
 def test_decode_measures_nccl_only_where_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "_subject", lambda impl, *rest: Subject("decode", impl, lambda: None))
-    sync: Any = SimpleNamespace(all_reduce=None)
+    sync: Any = SimpleNamespace(all_reduce=None, device="cpu")
+    ours = ["gpusync", "gpusync all_reduce_rms_norm", "without all_reduce"]
     for has_nccl in (False, True):
         peers: Any = SimpleNamespace(has_nccl=has_nccl, group_name="0", buffer=torch.zeros(decode.HIDDEN))
         peers.copy_works_in_a_step = lambda nbytes: nbytes == 2 * decode.HIDDEN
         found = decode.subjects(Case("decode", 2 * decode.HIDDEN), sync, peers, _attempt)
-        assert [s.impl for s in found] == ["nccl"] * has_nccl + ["symm_mem", "gpusync", "without all_reduce"]
+        assert [s.impl for s in found] == ["nccl"] * has_nccl + ["symm_mem", *ours]
     peers.copy_works_in_a_step = lambda nbytes: False
     found = decode.subjects(Case("decode", 2 * decode.HIDDEN), sync, peers, _attempt)
-    assert [s.impl for s in found] == ["nccl", "gpusync", "without all_reduce"]
+    assert [s.impl for s in found] == ["nccl", *ours]
+
+
+def test_nccl_shares_a_gpu_where_it_can_and_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ((2, 28, 9), (2, 30, 7)):
+        monkeypatch.setattr(torch.cuda.nccl, "version", lambda version=version: version)
+        for told in ("0", "1"):
+            monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", told)
+            assert cuda_peers.nccl_works(1)
+            assert cuda_peers.nccl_works(2) == (version >= (2, 30) and told == "1")
 
 
 # ---- tuning

@@ -15,7 +15,7 @@ from torch_gpusync import SyncGroup
 from torch_gpusync.ops import ops
 
 from . import cuda_exchange, decode
-from .cuda_peers import Peers
+from .cuda_peers import Peers, nccl_works
 from .latency import round_trips
 from .launcher import Context
 from .plan import EXCHANGES, Case, Plan, human
@@ -33,14 +33,13 @@ def run_rank(context: Context, plan: Plan) -> list[tuple[Case, list[Series]]]:
     count = torch.cuda.device_count()
     device = torch.device("cuda", context.rank % count)
     torch.cuda.set_device(device)
-    own_gpu = context.world_size <= count
+    ranks_on_gpu = -(-context.world_size // count)
     multicast_off()
-    if not own_gpu:
+    if ranks_on_gpu > 1:
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    context.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo")
+    context.init_process_group("cpu:gloo,cuda:nccl" if nccl_works(ranks_on_gpu) else "gloo")
     sync = SyncGroup(device=device, channels=2, timeout=context.timeout_s)
     context.clean_up.callback(sync.close)
-    ranks_on_gpu = -(-context.world_size // count)
     peers = Peers(max(case.nbytes for case in plan.cases), device, ranks_on_gpu)
     context.clean_up.callback(peers.close)
     context.clean_up.callback(decode.forget_graphs)

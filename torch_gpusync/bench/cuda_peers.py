@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 
@@ -11,11 +12,18 @@ import torch.distributed as dist
 Calls = list[tuple[str, Callable[[], object]]]  # (impl, call)
 
 
+def nccl_works(ranks_on_gpu: int) -> bool:
+    """NCCL asks for a GPU for each rank; from 2.30 on ranks may share one where NCCL_MULTI_RANK_GPU_ENABLE=1 says so."""
+    return ranks_on_gpu == 1 or (
+        os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and torch.cuda.nccl.version() >= (2, 30)
+    )
+
+
 class Peers:
     """The peers' handles and buffers, for payloads up to ``nbytes``. All ranks make it.
 
     Attributes:
-        has_nccl: whether every rank has a GPU of its own, which NCCL asks for.
+        has_nccl: see ``nccl_works``.
         buffer: this rank's part of symmetric memory, bf16.
     """
 
@@ -27,7 +35,7 @@ class Peers:
         self.group_name: str = group.group_name
         self.buffer = symmetric_memory.empty(max(nbytes, 4096) // 2, dtype=torch.bfloat16, device=device)
         self._handle = symmetric_memory.rendezvous(self.buffer, group)
-        self.has_nccl = ranks_on_gpu == 1
+        self.has_nccl = nccl_works(ranks_on_gpu)
         self._ranks_on_gpu = ranks_on_gpu
         self._device = device
         self._pools: list[torch.cuda.MemPool] = []
