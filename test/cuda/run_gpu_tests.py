@@ -47,7 +47,7 @@ class Part:
 
 
 PARTS = {
-    "ops": Part(("test_gpu_ops.py",), 240),
+    "ops": Part(("test_gpu_ops.py", "test_gpu_rms_norm.py"), 240),
     "graphs": Part(("test_gpu_streams.py", "test_gpu_graphs.py"), 240),
     "faults": Part(("test_gpu_faults.py", "test_gpu_reset.py"), 240),
     "setup": Part(("test_gpu_setup.py", "test_gpu_lifetime.py"), 240),

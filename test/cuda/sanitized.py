@@ -14,6 +14,8 @@ from unittest import mock
 
 import torch
 from gpu_ranks import drive, virtual_group
+from norm_bodies import DTYPES as NORMED
+from norm_bodies import Norm, norms
 from op_bodies import ALGOS, Case, copies, exchanges, layouts, messages, pushes, reductions, signals
 
 from torch_gpusync import cuda_memory, virtual, virtual_buffers, virtual_ranks
@@ -30,6 +32,7 @@ def every_op(n: int) -> bool:
             drive(ranks, layouts)
             drive(ranks, copies, 1, [torch.float32, torch.int8])
             drive(ranks, exchanges, (7, 515))
+            drive(ranks, norms, [Norm(dtype, 3, 1000, start) for dtype in NORMED for start in (0, 1)])
             dtypes = (torch.bfloat16, torch.float32, torch.int64)
             drive(
                 ranks,
