@@ -37,6 +37,10 @@ STABLE_TORCH_LIBRARY(gpusync, m) {
   m.def(
       "all_reduce(Tensor(a!) token, str group_name, Tensor x, str reduce_op=\"sum\", str algo=\"auto\") -> "
       "Tensor");
+  // -> (norm_out, residual_out). Its kernels choose, in torch_gpusync/rms_norm.py.
+  m.def(
+      "all_reduce_rms_norm(Tensor(a!) token, str group_name, Tensor x, Tensor residual, Tensor weight, float "
+      "eps, float weight_bias=0.0) -> (Tensor, Tensor)");
 
   // Set-up, called by the Python classes only.
   m.def("_cpu_bytes(int world_size, int channels, int staging_bytes) -> int");

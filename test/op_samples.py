@@ -78,6 +78,11 @@ def samples(name: str, sync: SyncGroup) -> list[tuple[Any, ...]]:
             (torch.arange(6.0 * n).reshape(3, 2 * n).t(),),
             (torch.arange(3 * n).to(torch.complex128),),
         ],
+        "gpusync::all_reduce_rms_norm": [
+            (x.detach().requires_grad_(), x + 1, torch.ones(6, requires_grad=True), 1e-5, 1.0),
+            *((y, y.flip(0), y[0], 1e-5) for y in (torch.rand(3, 8).bfloat16(), torch.rand(8, 3).t())),
+            (torch.ones(2, 0, 6), torch.ones(2, 0, 6), torch.ones(6).double(), 0.0),
+        ],
         "gpusync::copy_to_ranks": [(y,) for y in _layouts()],
         "gpusync::reduce_from_ranks": [(y,) for y in _layouts()],
     }

@@ -157,7 +157,7 @@ def attached(monkeypatch: pytest.MonkeyPatch) -> Any:
         "_cuda_tune": lambda name, rows: tuned.update({me.rank: rows}),
     }
     monkeypatch.setattr(cuda_memory, "ops", SimpleNamespace(**played))
-    gpu = SimpleNamespace(uuid="u", multi_processor_count=132, name=GPU)
+    gpu = SimpleNamespace(uuid="u", multi_processor_count=132, major=9, name=GPU)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
 
     def attach(choices: Any) -> dict[int, list[int]]:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from torch_gpusync import exchange  # noqa: F401  (registers fakes and gradients)
-from torch_gpusync.errors import SyncError
+from torch_gpusync import exchange, rms_norm  # noqa: F401  (registers fakes and gradients)
 from torch_gpusync.gradients import wants_gradient
 from torch_gpusync.ops import ops
 
@@ -20,6 +19,7 @@ _all_gather = ops.all_gather.default
 _reduce_scatter = ops.reduce_scatter.default
 _broadcast = ops.broadcast.default
 _reduce = ops.reduce.default
+_all_reduce_rms_norm = ops.all_reduce_rms_norm.default
 _all_to_all = ops.all_to_all.default
 
 
@@ -33,6 +33,7 @@ class Collectives:
     """
 
     world_size: int
+    _pushed_bytes: dict[torch.dtype, int]  # the largest payload that is pushed in one launch
     _call: Callable[..., Any]  # an op, with the token and the name of whoever has these methods
 
     def all_reduce(self, x: torch.Tensor, reduce_op: str = "sum", algo: str = "auto") -> torch.Tensor:
@@ -69,37 +70,38 @@ class Collectives:
         """What stands between the halves of a tensor-parallel block: ``residual + all_reduce(x)``, and its RMS norm.
 
         The norm (Zhang and Sennrich, arXiv:1910.07467) is taken over the last dimension, in float32 for the 16-bit types,
-        and rounded once. The steps behind the all_reduce are ordinary torch ops: Inductor makes one kernel of them.
+        and rounded once.
+
+        On GPUs all of it is one kernel where no gradient is wanted (``torch.no_grad``, ``torch.inference_mode``, or
+        nothing requires one), x and weight are both float32, float16 or bfloat16, a row ``x[..., :]`` is a multiple of
+        8 bytes, and x is no larger than what all_reduce pushes in one launch. Elsewhere it is an all_reduce and ordinary
+        torch ops, of which Inductor makes one kernel; so it is in compiled code where the size is known only from data.
+        Both give the same bits of ``residual_out``; of ``norm_out`` the last bit may differ.
 
         Args:
-            x: this rank's summand, floating point, shape ``(..., d)``.
+            x: this rank's summand, floating point, shape ``(..., d)``, any strides.
             residual: the same on all ranks, x's shape and dtype.
             weight: shape ``(d,)``; ``weight + weight_bias`` is what the norm is multiplied by (some models store the
                 difference to one).
-            eps: added to the mean square.
-
-        Raises:
-            SyncError: shapes or dtypes do not fit.
+            eps: added to the mean square. A compiled function is compiled anew for another one.
+            weight_bias: likewise a constant.
 
         Returns:
-            ``(norm_out, residual_out)``, both of x's shape and dtype. Gradients as those of the steps: all_reduce's are
-            summed over the ranks.
+            ``(norm_out, residual_out)``, contiguous, both of x's shape and dtype. Gradients as those of the steps:
+            all_reduce's are summed over the ranks. All ranks want one, or none does.
+
+        Raises:
+            SyncError: shapes, dtypes or devices do not fit.
         """
-        if not x.dtype.is_floating_point or (residual.shape, residual.dtype) != (x.shape, x.dtype):
-            raise SyncError(
-                "gpusync: all_reduce_rms_norm takes a floating-point x and a residual of the same shape and dtype, not "
-                f"{x.dtype} {tuple(x.shape)} and {residual.dtype} {tuple(residual.shape)}"
-            )
-        if x.dim() == 0 or weight.shape != x.shape[-1:]:
-            raise SyncError(
-                f"gpusync: all_reduce_rms_norm takes a weight for each of x's last dimension, not {tuple(weight.shape)} "
-                f"for {tuple(x.shape)}"
-            )
-        residual_out = residual + self.all_reduce(x)
-        wide = residual_out.float() if x.dtype.itemsize == 2 else residual_out
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        norm = wide * scale * (weight.to(wide.dtype) + weight_bias)
-        return norm.to(x.dtype), residual_out
+        rms_norm.check(x, residual, weight)
+        # Transforms and forward mode do not show here. The op knows of them.
+        needs_grad = torch.is_grad_enabled() and (
+            x.requires_grad or residual.requires_grad or weight.requires_grad
+        )
+        if not needs_grad and rms_norm.fits(x, weight, self._pushed_bytes):
+            return self._call(_all_reduce_rms_norm, x, residual, weight, eps, weight_bias)  # type: ignore[no-any-return]
+        # Not the op, though it runs the same steps: here a compiler sees them, and fuses those behind the all_reduce.
+        return rms_norm.steps(self.all_reduce, x, residual, weight, eps, weight_bias)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's ``x``, joined along dimension 0 in rank order.

@@ -20,7 +20,7 @@ from torch_gpusync.buffer import SymmetricBuffer
 from torch_gpusync.cuda_memory import PeerMemory, SharedBetweenProcesses
 from torch_gpusync.errors import SyncError
 from torch_gpusync.methods import SyncMethods
-from torch_gpusync.ops import buffer_meta, ops, world_sizes
+from torch_gpusync.ops import buffer_meta, ops, pushed_bytes, world_sizes
 from torch_gpusync.rendezvous import Deadline, Rendezvous
 
 MAX_RANKS = 64
@@ -40,6 +40,7 @@ def _forget_parent() -> None:
     _open_names.clear()
     buffer_meta.clear()
     world_sizes.clear()
+    pushed_bytes.clear()
 
 
 os.register_at_fork(after_in_child=_forget_parent)
@@ -215,6 +216,7 @@ class SyncGroup(SyncMethods):
         )
         _open_names.add(self.name)
         world_sizes[self.name] = meeting.world_size
+        self._pushed_bytes = pushed_bytes[self.name] = {}
         # Closes on garbage collection and at exit too, but not in a forked child: the group is the parent's.
         self._finalizer = weakref.finalize(self, _close, self.name, os.getpid())
         try:
@@ -231,6 +233,8 @@ class SyncGroup(SyncMethods):
                         deadline,
                     )
                 )
+                for dtype in (torch.float32, torch.float16, torch.bfloat16):
+                    self._pushed_bytes[dtype] = ops._cuda_pushed_bytes(self.name, dtype)
             meeting.exchange(None, "SyncGroup", shared_name, deadline)
         except BaseException:
             self.close()
@@ -449,5 +453,6 @@ def _close(name: str, pid: int) -> None:
     ops._close(name)
     _open_names.discard(name)
     world_sizes.pop(name, None)
+    pushed_bytes.pop(name, None)
     for key in [key for key in buffer_meta if key[0] == name]:
         del buffer_meta[key]

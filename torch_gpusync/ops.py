@@ -25,6 +25,8 @@ REDUCIBLE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16,
 buffer_meta: dict[tuple[str, str], tuple[torch.Size, torch.dtype]] = {}
 # Group name -> world size, for a collective that leaves it out.
 world_sizes: dict[str, int] = {}
+# Group name -> the largest payload, in bytes, that it pushes in one launch, by dtype. Groups on the CPU have none.
+pushed_bytes: dict[str, dict[torch.dtype, int]] = {}
 
 lib = torch.library.Library("gpusync", "FRAGMENT")
 lib.define("copy_to_ranks(Tensor(a!) token, str group_name, Tensor x) -> Tensor")
@@ -50,8 +52,9 @@ _RETURN_NOTHING = ("barrier", "signal", "wait_signal", "pull_start", "pull_end",
 BUFFER_OPS = ("put", "put.tensor_offset", "get", "get.tensor_offset")
 ELEMENTWISE = ("all_reduce", "_all_reduce", "copy_to_ranks", "reduce_from_ranks", "broadcast", "reduce")
 ALONG_DIMENSION_0 = ("all_gather", "reduce_scatter", "all_to_all")
-ALL_OPS = (*_RETURN_NOTHING, "push_epoch", *BUFFER_OPS, *ELEMENTWISE, *ALONG_DIMENSION_0)
-WITH_GRADIENT = tuple(name for name in (*ELEMENTWISE, *ALONG_DIMENSION_0) if name != "_all_reduce")
+COLLECTIVES = (*ELEMENTWISE, *ALONG_DIMENSION_0, "all_reduce_rms_norm")
+ALL_OPS = (*_RETURN_NOTHING, "push_epoch", *BUFFER_OPS, *COLLECTIVES, "_push_rms_norm")
+WITH_GRADIENT = tuple(name for name in COLLECTIVES if name != "_all_reduce")
 
 for _name in _RETURN_NOTHING:
     torch.library.register_fake(f"gpusync::{_name}", _nothing, lib=lib)
