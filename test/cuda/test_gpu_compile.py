@@ -14,7 +14,7 @@ from torch_gpusync.testing import run_ranks
 Findings = list[dict[str, list[str]]]  # of each rank, by check
 
 CHECKS = {
-    "reduce-overhead": ["inference", "training", "ordering rounds", "ordering two_groups"],
+    "reduce-overhead": ["inference", "training", "norm", "ordering rounds", "ordering two_groups"],
     "max-autotune": ["inference", "training"],
 }
 

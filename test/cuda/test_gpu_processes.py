@@ -8,6 +8,8 @@ import os
 import pytest
 import torch
 from gpu_ranks import RANKS, in_processes
+from norm_bodies import DTYPES as NORMED
+from norm_bodies import Norm, norms
 from op_bodies import (
     ALGOS,
     Case,
@@ -69,6 +71,11 @@ def overwriting(sync: SyncGroup) -> None:
 
 def test_every_op() -> None:
     assert len(set(in_processes(ops))) == 1
+
+
+def test_norms() -> None:
+    cases = [Norm(dtype, 3, 1000, start) for dtype in NORMED for start in (0, 1)]
+    assert len(set(in_processes(norms, cases))) == 1
 
 
 def test_groups_of_some_of_the_ranks() -> None:
