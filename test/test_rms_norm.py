@@ -231,13 +231,16 @@ def test_what_does_not_fit_together_is_refused(sync: SyncGroup) -> None:
         ((8, 8), torch.float32, torch.float32, True),  # just the limit
         ((9, 8), torch.float32, torch.float32, False),
         ((9, 8), torch.bfloat16, torch.bfloat16, False),  # that of another dtype
+        ((20, 2), torch.float32, torch.float32, True),  # just as many rows
+        ((3, 7, 2), torch.float32, torch.float32, False),
     ],
 )
 def test_what_fits_one_kernel(
     shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtype, wanted: bool
 ) -> None:
     x, weight = torch.empty(shape, dtype=dtype), torch.empty(shape[-1], dtype=weight_dtype)
-    assert rms_norm.fits(x, weight, {torch.float32: 256, torch.bfloat16: 128}) is wanted
+    limits = {torch.float32: (256, 20), torch.bfloat16: (128, 20)}
+    assert rms_norm.fits(x, weight, limits) is wanted
     assert not rms_norm.fits(x, weight, {})  # a group on the CPU
 
 
@@ -248,7 +251,7 @@ class Kernel:
         self.launches = 0
         self.graphs: list[list[str]] = []
         self.sync = sync
-        sync._pushed_bytes[torch.float32] = limit
+        sync._norm_limits[torch.float32] = limit, 100
 
     def default(self, token: Tensor, group_name: str, *arguments: Any) -> tuple[Tensor, Tensor]:
         assert group_name == self.sync.name and len(arguments) == 5
@@ -342,13 +345,51 @@ def test_a_compiled_op_chooses_when_it_runs(sync: SyncGroup, kernel: Kernel) -> 
     wanted = reference(x + residual, weight)
     run = kernel.compile(op_of(sync))
     for limit, launches in ((4 * N * 8, 1), (100, 0), (4 * N * 8, 1)):
-        sync._pushed_bytes[torch.float32] = limit
+        sync._norm_limits[torch.float32] = limit, 100
         torch.testing.assert_close(run(x, residual, weight, EPS, 1.0), wanted)
         assert kernel.seen()[1] == launches
     # And with a gradient it is the steps.
     norm, _ = run(x.requires_grad_(), residual, weight, EPS, 1.0)
     assert norm.requires_grad
     assert kernel.seen() == ([STEPS], 0)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(("rows", "fixed"), [(4, FUSED), (20, STEPS)])
+def test_an_exported_program_is_for_any_size(
+    sync: SyncGroup, kernel: Kernel, rows: int, fixed: list[str], strict: bool
+) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sync = SyncModule(sync)
+
+        def forward(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            return self.sync.all_reduce_rms_norm(x, residual, weight, EPS, 1.0)
+
+    batch = torch.export.Dim("batch", min=1, max=64)
+    for shapes, expected in ((({0: batch}, {0: batch}, None), FUSED), (None, fixed)):
+        with torch.no_grad():
+            program = torch.export.export(Model(), data(rows), dynamic_shapes=shapes, strict=strict)
+        ops = [node.target for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+        assert [op._schema.name for op in ops if op.namespace == "gpusync"] == [
+            f"gpusync::{name}" for name in expected
+        ]
+        for size in (4, 20) if shapes else (rows,):
+            x, residual, weight = data(size)
+            found = program.module()(x, residual, weight)
+            torch.testing.assert_close(found, reference(x + residual, weight))
+            assert kernel.seen()[1] == (size == 4 and expected == FUSED)
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, None), (0, None, 0), (0, 0, 0)])
+def test_an_empty_batch(sync: SyncGroup, in_dims: tuple[int | None, ...]) -> None:
+    shapes = [(0, 4, N), (0, 4, N), (0, N)]
+    arguments = [
+        torch.ones(shape if dim == 0 else shape[1:]) for shape, dim in zip(shapes, in_dims, strict=True)
+    ]
+    norm, total = torch.vmap(lambda *tensors: op_of(sync)(*tensors, EPS), in_dims=in_dims)(*arguments)
+    assert norm.shape == total.shape == (0, 4, N)
 
 
 def test_transforms_know_the_kernel_by_its_steps(sync: SyncGroup, kernel: Kernel) -> None:
@@ -391,10 +432,10 @@ def test_inductor_and_check_order_take_the_op(sync: SyncGroup, kernel: Kernel) -
 
 
 def test_the_limits_go_with_the_group() -> None:
-    from torch_gpusync.ops import pushed_bytes
+    from torch_gpusync.ops import norm_limits
 
     [sync] = torch_gpusync.virtual_ranks(1, name="limits")
-    assert sync._pushed_bytes is pushed_bytes["limits/0"] is SyncModule(sync)._pushed_bytes
-    assert sync._pushed_bytes == {}
+    assert sync._norm_limits is norm_limits["limits/0"] is SyncModule(sync)._norm_limits
+    assert sync._norm_limits == {}
     sync.close()
-    assert "limits/0" not in pushed_bytes
+    assert "limits/0" not in norm_limits

@@ -33,7 +33,7 @@ class Collectives:
     """
 
     world_size: int
-    _pushed_bytes: dict[torch.dtype, int]  # the largest payload that is pushed in one launch
+    _norm_limits: rms_norm.Limits
     _call: Callable[..., Any]  # an op, with the token and the name of whoever has these methods
 
     def all_reduce(self, x: torch.Tensor, reduce_op: str = "sum", algo: str = "auto") -> torch.Tensor:
@@ -74,8 +74,9 @@ class Collectives:
 
         On GPUs all of it is one kernel where no gradient is wanted (``torch.no_grad``, ``torch.inference_mode``, or
         nothing requires one), x and weight are both float32, float16 or bfloat16, a row ``x[..., :]`` is a multiple of
-        8 bytes, and x is no larger than what all_reduce pushes in one launch. Elsewhere it is an all_reduce and ordinary
-        torch ops, of which Inductor makes one kernel; so it is in compiled code where the size is known only from data.
+        8 bytes, x is no larger than what all_reduce pushes in one launch, and has no more rows than the group's launches
+        may have blocks (128, fewer where ranks share a GPU). Elsewhere it is an all_reduce and ordinary torch ops, of
+        which Inductor makes one kernel; so it is in compiled code where the size is known only from data.
         Both give the same bits of ``residual_out``; of ``norm_out`` the last bit may differ.
 
         Args:
@@ -98,7 +99,7 @@ class Collectives:
         needs_grad = torch.is_grad_enabled() and (
             x.requires_grad or residual.requires_grad or weight.requires_grad
         )
-        if not needs_grad and rms_norm.fits(x, weight, self._pushed_bytes):
+        if not needs_grad and rms_norm.fits(x, weight, self._norm_limits):
             return self._call(_all_reduce_rms_norm, x, residual, weight, eps, weight_bias)  # type: ignore[no-any-return]
         # Not the op, though it runs the same steps: here a compiler sees them, and fuses those behind the all_reduce.
         return rms_norm.steps(self.all_reduce, x, residual, weight, eps, weight_bias)

@@ -128,6 +128,11 @@ def complain_of_capture(what: str) -> str:
     return f"{what} cannot be made while a CUDA graph is captured: make it before the capture; its ops can be captured"
 
 
+def has_clusters(properties: Any) -> bool:
+    """Can blocks of one launch be a cluster? Since compute capability 9.0."""
+    return bool(properties.major >= 9)
+
+
 def attach(
     meeting: Rendezvous,
     peers: PeerMemory,
@@ -137,18 +142,18 @@ def attach(
     channels: int,
     staging_bytes: int,
     deadline: Deadline,
-) -> Any:
+) -> tuple[Any, int]:
     """Give the group ``name``, open on the host, its device part, on the token's device. Collective.
 
     Returns:
-        What keeps the mappings of peers' memory alive.
+        What keeps the mappings of peers' memory alive, and how many blocks a launch may have.
 
     Raises:
         SyncError: a GPU cannot reach another's memory; the message names the pair.
     """
     device = token.device
     properties = torch.cuda.get_device_properties(device)
-    place = [str(properties.uuid), properties.multi_processor_count, properties.major >= 9]
+    place = [str(properties.uuid), properties.multi_processor_count, has_clusters(properties)]
     places = meeting.exchange(place, "SyncGroup", shared_name, deadline)
     ranks_on_gpu = max(Counter(uuid for uuid, *_ in places).values())
     if ranks_on_gpu > 1:
@@ -156,7 +161,7 @@ def attach(
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     # Blocks wait for blocks of other ranks: all of them have to be resident at once.
     max_blocks = max(1, min(_MAX_BLOCKS, min(count for _, count, _ in places) // ranks_on_gpu))
-    clusters = all(place[2] for place in places)  # of blocks, which compute capability 9.0 brought
+    clusters = all(place[2] for place in places)
     nbytes = ops._cuda_pad_bytes(channels, staging_bytes)
     pad, addresses, keep_alive = peers.allocate(meeting, nbytes, device, "SyncGroup", shared_name, deadline)
     choices, problem = list[int](), ""
@@ -170,7 +175,7 @@ def attach(
     # Rank 0's for all, whatever GPUs and tables the others have: block i of a launch meets block i of the peers', so
     # all have to be equally wide.
     ops._cuda_tune(name, meeting.exchange(choices, "SyncGroup", shared_name, deadline)[0])
-    return keep_alive
+    return keep_alive, max_blocks
 
 
 def _probe(meeting: Rendezvous, name: str, shared_name: str, deadline: Deadline) -> None:

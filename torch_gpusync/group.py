@@ -20,7 +20,7 @@ from torch_gpusync.buffer import SymmetricBuffer
 from torch_gpusync.cuda_memory import PeerMemory, SharedBetweenProcesses
 from torch_gpusync.errors import SyncError
 from torch_gpusync.methods import SyncMethods
-from torch_gpusync.ops import buffer_meta, ops, pushed_bytes, world_sizes
+from torch_gpusync.ops import buffer_meta, norm_limits, ops, world_sizes
 from torch_gpusync.rendezvous import Deadline, Rendezvous
 
 MAX_RANKS = 64
@@ -40,7 +40,7 @@ def _forget_parent() -> None:
     _open_names.clear()
     buffer_meta.clear()
     world_sizes.clear()
-    pushed_bytes.clear()
+    norm_limits.clear()
 
 
 os.register_at_fork(after_in_child=_forget_parent)
@@ -216,25 +216,24 @@ class SyncGroup(SyncMethods):
         )
         _open_names.add(self.name)
         world_sizes[self.name] = meeting.world_size
-        self._pushed_bytes = pushed_bytes[self.name] = {}
+        self._norm_limits = norm_limits[self.name] = {}
         # Closes on garbage collection and at exit too, but not in a forked child: the group is the parent's.
         self._finalizer = weakref.finalize(self, _close, self.name, os.getpid())
         try:
             if device.type == "cuda":
-                self._keep_alive.append(
-                    cuda_memory.attach(
-                        meeting,
-                        peer_memory,
-                        self.name,
-                        shared_name,
-                        self.token,
-                        channels,
-                        buffer_bytes,
-                        deadline,
-                    )
+                keep_alive, max_blocks = cuda_memory.attach(
+                    meeting,
+                    peer_memory,
+                    self.name,
+                    shared_name,
+                    self.token,
+                    channels,
+                    buffer_bytes,
+                    deadline,
                 )
+                self._keep_alive.append(keep_alive)
                 for dtype in (torch.float32, torch.float16, torch.bfloat16):
-                    self._pushed_bytes[dtype] = ops._cuda_pushed_bytes(self.name, dtype)
+                    self._norm_limits[dtype] = ops._cuda_pushed_bytes(self.name, dtype), max_blocks
             meeting.exchange(None, "SyncGroup", shared_name, deadline)
         except BaseException:
             self.close()
@@ -453,6 +452,6 @@ def _close(name: str, pid: int) -> None:
     ops._close(name)
     _open_names.discard(name)
     world_sizes.pop(name, None)
-    pushed_bytes.pop(name, None)
+    norm_limits.pop(name, None)
     for key in [key for key in buffer_meta if key[0] == name]:
         del buffer_meta[key]

@@ -25,8 +25,8 @@ REDUCIBLE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16,
 buffer_meta: dict[tuple[str, str], tuple[torch.Size, torch.dtype]] = {}
 # Group name -> world size, for a collective that leaves it out.
 world_sizes: dict[str, int] = {}
-# Group name -> the largest payload, in bytes, that it pushes in one launch, by dtype. Groups on the CPU have none.
-pushed_bytes: dict[str, dict[torch.dtype, int]] = {}
+# Group name -> what all_reduce_rms_norm takes into one kernel at most, by dtype: bytes, rows. Groups on the CPU have none.
+norm_limits: dict[str, dict[torch.dtype, tuple[int, int]]] = {}
 
 lib = torch.library.Library("gpusync", "FRAGMENT")
 lib.define("copy_to_ranks(Tensor(a!) token, str group_name, Tensor x) -> Tensor")

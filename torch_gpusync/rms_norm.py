@@ -14,9 +14,10 @@ from torch.autograd import forward_ad
 from torch_gpusync.errors import SyncError
 from torch_gpusync.gradients import wants_gradient
 from torch_gpusync.ops import _all_reduce as _fake_all_reduce
-from torch_gpusync.ops import lib, ops, pushed_bytes
+from torch_gpusync.ops import lib, norm_limits, ops
 
 Pair = tuple[Tensor, Tensor]
+Limits = dict[torch.dtype, tuple[int, int]]  # see ops.norm_limits
 
 _op = ops.all_reduce_rms_norm.default
 _in_one_kernel = ops._push_rms_norm.default
@@ -57,21 +58,24 @@ def check(x: Tensor, residual: Tensor, weight: Tensor) -> None:
         )
 
 
-def fits(x: Tensor, weight: Tensor, limits: dict[torch.dtype, int]) -> bool:
+def fits(x: Tensor, weight: Tensor, limits: Limits) -> bool:
     """Is there one kernel for it? Where a compiler does not know the size there is none.
 
-    Args:
-        limits: of the group, in bytes: what it pushes in one launch. Empty for groups on the CPU.
+    A program that is exported takes the op for sizes that may vary: the op chooses when it runs, and a guard would bind the
+    program to one side of this group's limits.
     """
-    from torch.fx.experimental.symbolic_shapes import guard_or_false  # costs a second
+    from torch.fx.experimental.symbolic_shapes import guard_or_true, statically_known_true  # costs a second
 
-    row_bytes, nbytes = x.shape[-1] * x.dtype.itemsize, x.numel() * x.dtype.itemsize
-    return (
-        weight.dtype == x.dtype
-        and x.dtype in limits
-        and guard_or_false(row_bytes % 8 == 0)  # the kernel moves parcels of so many bytes, of one row each
-        and guard_or_false(nbytes > 0)
-        and guard_or_false(nbytes <= limits[x.dtype])
+    if weight.dtype != x.dtype or x.dtype not in limits:
+        return False
+    is_true = statically_known_true if torch.compiler._is_exporting_flag else guard_or_true
+    most_bytes, most_rows = limits[x.dtype]
+    columns, item = x.shape[-1], x.dtype.itemsize
+    return not (
+        is_true(columns * item % 8 != 0)  # the kernel moves parcels of so many bytes, of one row each
+        or is_true(x.numel() == 0)
+        or is_true(x.numel() * item > most_bytes)
+        or is_true(x.numel() > most_rows * columns)
     )
 
 
@@ -101,7 +105,7 @@ def _kernel(
 ) -> Pair:
     """Chooses now, not when it is compiled: packages that hold the op are loaded where groups have other limits."""
     check(x, residual, weight)
-    if fits(x, weight, pushed_bytes.get(group_name, {})):
+    if fits(x, weight, norm_limits.get(group_name, {})):
         pair: Pair = _in_one_kernel(token, group_name, x, residual, weight, eps, weight_bias)
         return pair
     return steps(partial(ops._all_reduce.default, token, group_name), x, residual, weight, eps, weight_bias)
@@ -151,12 +155,15 @@ def _batch(
     def in_front(t: Tensor, dim: int | None) -> Tensor:
         return t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
 
+    def one_of(t: Tensor) -> Tensor:
+        return t.new_empty(t.shape[1:])  # a batch may have none
+
     x, residual = in_front(x, in_dims[2]), in_front(residual, in_dims[3])
     if in_dims[4] is None:
-        check(x[0], residual[0], weight)
+        check(one_of(x), one_of(residual), weight)
         return _op(token, group_name, x, residual, weight, eps, weight_bias), (0, 0)
     weight = weight.movedim(in_dims[4], 0)
-    check(x[0], residual[0], weight[0])
+    check(one_of(x), one_of(residual), one_of(weight))
     weight = weight.view(info.batch_size, *(1,) * (x.dim() - 2), weight.shape[-1])
     all_reduce = partial(ops.all_reduce.default, token, group_name)
     return steps(all_reduce, x, residual, weight, eps, weight_bias), (0, 0)

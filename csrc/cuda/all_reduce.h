@@ -30,7 +30,8 @@ struct AllReduceParams {
 
 /// For __launch_bounds__: at 64 registers two blocks of 512 threads fit on a multiprocessor together. So
 /// collectives of two groups, which blocks of different ranks may have begun in different orders, do not wait
-/// for one another's place.
+/// for one another's place. (The blocks of a cluster, row_sum.cuh, need theirs in one part of the GPU, which
+/// this does not count: beside many blocks of another group they may wait until that has ended or given up.)
 inline constexpr int kResidentBlocks = 2;
 
 using AllReduceKernel = void (*)(AllReduceParams);

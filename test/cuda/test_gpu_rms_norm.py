@@ -15,7 +15,7 @@ from rank_tools import expect
 from reference_data import reduce_in_rank_order
 from torch import Tensor
 
-from torch_gpusync import SyncGroup, SyncMismatchError, SyncTimeoutError, rms_norm
+from torch_gpusync import SyncGroup, SyncMismatchError, SyncTimeoutError, cuda_memory, rms_norm
 
 SMALL = 16 << 10  # bytes that are pushed whatever was measured
 
@@ -49,10 +49,17 @@ def test_any_shape_and_place(n: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_more_rows_than_there_are_blocks(n: int) -> None:
-    """In several launches: each has one block for a row at least, 128 at most."""
-    with virtual_group(n) as ranks:
-        cases = [Norm(torch.bfloat16, 900, 8), Norm(torch.float32, 131, 24, 1), Norm(torch.float16, 257, 32)]
+    """In several launches, of 128 blocks at most, where the op would go step by step."""
+    with virtual_group(n) as ranks, mock.patch.object(rms_norm, "fits", lambda *_: True):
+        cases = [Norm(torch.bfloat16, 900, 8), Norm(torch.float32, 131, 24, 1), Norm(torch.float16, 250, 32)]
         assert len(set(drive(ranks, norms, cases))) == 1
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_a_row_for_each_block(n: int) -> None:
+    """As on GPUs without clusters: threads have several parcels, and read again what they have stored."""
+    with mock.patch.object(cuda_memory, "has_clusters", lambda _: False), virtual_group(n) as ranks:
+        assert len(set(drive(ranks, norms, _cases()))) == 1
 
 
 @pytest.mark.parametrize("n", [3, 8])
@@ -114,9 +121,9 @@ def _all_nan(*outputs: Tensor) -> bool:
     return all(bool(y.isnan().all()) for y in outputs)
 
 
-@pytest.mark.parametrize("absent", [(2,), (0, 1)])
-def test_a_wait_ends_and_names_the_missing_ranks(absent: tuple[int, ...]) -> None:
-    with virtual_group(3) as ranks:
+@pytest.mark.parametrize(("n", "absent"), [(2, (1,)), (3, (2,)), (3, (0, 1)), (4, (3,)), (8, (0, 5))])
+def test_a_wait_ends_and_names_the_missing_ranks(n: int, absent: tuple[int, ...]) -> None:
+    with virtual_group(n) as ranks:
         drive(ranks, messages, 3)
         for sync in ranks:
             sync.timeout = 0.2
@@ -129,24 +136,25 @@ def test_a_wait_ends_and_names_the_missing_ranks(absent: tuple[int, ...]) -> Non
         drive(others, messages, 3)
 
 
+@pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("lateness", [0.28, 0.30, 0.32, 0.38])
-def test_a_wait_is_given_up_by_all_ranks_or_by_none(lateness: float) -> None:
+def test_a_wait_is_given_up_by_all_ranks_or_by_none(lateness: float, n: int) -> None:
     """A rank comes while its peers decide whether to give up. What is no NaN is right: a sum may be there in part, the norm
     of a row is whole or not there."""
-    with virtual_group(3) as ranks:
+    with virtual_group(n) as ranks:
         for sync in ranks:
             sync.timeout = 0.2
 
         def call(sync: SyncGroup) -> tuple[Tensor, Tensor]:
-            if sync.rank == 2:
+            if sync.rank == n - 1:
                 late(lateness * 1e6)
             return _call(sync)
 
         results = launch(ranks, call)
         broken = [sync.is_broken for sync in ranks]
-        assert broken in ([True] * 3, [False] * 3)
+        assert broken in ([True] * n, [False] * n)
         for norm, total in results:
-            right, gone = total == 4, norm.isnan()
+            right, gone = total == n + 1, norm.isnan()
             assert (right | total.isnan() if broken[0] else right).all(), total.unique().tolist()[:4]
             assert ((norm == 1) | gone).all() and (gone.all(1) == gone.any(1)).all()
             assert broken[0] or not gone.any()

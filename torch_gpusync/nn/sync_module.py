@@ -39,7 +39,7 @@ class SyncModule(torch.nn.Module, SyncMethods):
         self.name = sync.name
         self.rank = sync.rank
         self.world_size = sync.world_size
-        self._pushed_bytes = sync._pushed_bytes
+        self._norm_limits = sync._norm_limits
         self.register_buffer("token", sync.token, persistent=False)
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricBuffer:
