@@ -105,3 +105,28 @@ def test_every_wait_looks_at_whole_slots(architecture: str) -> None:
     victim = next(name for name, waits in _waits().items() if waits == 2)
     sass[victim] = sass[victim].replace("LDG.E.64.STRONG.SYS", "LDG.E.STRONG.SYS", 2)
     assert _short_of_loads(sass) == [victim]
+
+
+# row_sum.cuh: the barrier in shared memory is there, and expects its bytes, before another block can send any, and what has
+# come is acquired. Nothing else runs this part than GPUs with clusters.
+_ROW_SUM = [
+    "mbarrier.init.shared::cta.b64",
+    "fence.mbarrier_init.release.cluster",
+    "mbarrier.arrive.expect_tx.shared::cta.b64",
+    "barrier.cluster.arrive.release",
+    "barrier.cluster.wait.acquire",
+    "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32",
+    "mbarrier.test_wait.parity.acquire.cluster.shared::cta.b64",
+]
+
+
+def _of_clusters(code: str) -> list[str]:
+    return re.findall(r"(?:mbarrier|fence|barrier\.cluster|st\.async)[.:\w]+", code)
+
+
+def test_blocks_of_a_row_add_up_as_written() -> None:
+    kernels = {name: code for name, code in _dump("-ptx").items() if "push_rms_norm_kernel" in name}
+    assert len(kernels) == 3 * 4
+    for name, code in kernels.items():
+        assert _of_clusters(code) == _ROW_SUM, name
+        assert _of_clusters(code.replace("arrive.release", "arrive.relaxed")) != _ROW_SUM
