@@ -51,6 +51,7 @@ class RowSum {
 #if __CUDA_ARCH__ >= 900
     if (m_blocks > 1) {
       if (lane < m_blocks) send(part, shared.arrived, lane, value);
+      // Not for ever: every warp sends, be it that it has given its peers up.
       while (!has_arrived(shared.arrived)) {
       }
     } else
